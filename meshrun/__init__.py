@@ -1,0 +1,58 @@
+"""meshrun starts training: the same model to the same losses on one device or a thousand.
+
+The public names. Each is imported when it is first asked for, so that `import meshrun` does not load torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from meshrun.errors import RunFailed, UserError
+    from meshrun.experiment import Experiment, Loss, Schedule
+    from meshrun.mesh import Here, finish, start
+    from meshrun.train.loop import Trainer, Update
+    from meshrun.train.losses import accuracy, cross_entropy, mean_squared_error, token_cross_entropy
+    from meshrun.train.own import mean_over_ranks, print0, replicate, save0, shard
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "meshrun.errors": ("RunFailed", "UserError"),
+    "meshrun.experiment": ("Experiment", "Loss", "Schedule"),
+    "meshrun.mesh": ("Here", "finish", "start"),
+    "meshrun.train.loop": ("Trainer", "Update"),
+    "meshrun.train.losses": ("accuracy", "cross_entropy", "mean_squared_error", "token_cross_entropy"),
+    "meshrun.train.own": ("mean_over_ranks", "print0", "replicate", "save0", "shard"),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Experiment",
+    "Here",
+    "Loss",
+    "RunFailed",
+    "Schedule",
+    "Trainer",
+    "Update",
+    "UserError",
+    "__version__",
+    "accuracy",
+    "cross_entropy",
+    "finish",
+    "mean_over_ranks",
+    "mean_squared_error",
+    "print0",
+    "replicate",
+    "save0",
+    "shard",
+    "start",
+    "token_cross_entropy",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'meshrun' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)

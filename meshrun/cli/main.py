@@ -1,0 +1,130 @@
+"""The command `meshrun`: finds the command, gives it its options, and ends with a sentence and an exit status.
+
+Exit status: 0 when it worked, 2 for what the user gave, 1 for what failed. `--debug` shows the traceback as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from meshrun import __version__
+from meshrun.cli.command import invoke, parse_run
+from meshrun.cli.target import recipes
+from meshrun.errors import RunFailed, UserError
+from meshrun.world import detect
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    help="Starts training: the same model to the same losses on one device or a thousand.",
+)
+
+
+@app.command()
+def run(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
+    """Train: here, on local processes, or as a rank under another launcher."""
+    # Only for the list of commands: `run` takes its options from the target, and is met in `_dispatch`.
+    del target
+
+
+@app.command("recipes")
+def list_recipes(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
+    """List the trainings that come with meshrun."""
+    found = recipes()
+    if as_json:
+        print(json.dumps({"recipes": found}))
+    else:
+        for name, text in found.items():
+            print(f"{name:<12} {text}")
+
+
+@app.command()
+def version(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
+    """Print the version."""
+    print(json.dumps({"version": __version__}) if as_json else __version__)
+
+
+def main(argv: list[str] | None = None) -> NoReturn:
+    """Run a command line, and exit."""
+    words = sys.argv[1:] if argv is None else argv
+    as_json, debug = "--json" in words, "--debug" in words
+    try:
+        status = _dispatch(words)
+    except (UserError, RunFailed) as error:
+        status = _give_up(error, str(error), as_json, debug)
+    except KeyboardInterrupt as error:
+        status = _give_up(error, "stopped by CTRL-C", as_json, debug=False)
+    except Exception as error:
+        usage = getattr(error, "format_message", None)
+        wrong = UserError(" ".join(usage().split())) if usage is not None else error
+        status = _give_up(wrong, str(wrong) or type(error).__name__, as_json, debug or usage is None)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status and detect(os.environ).size > 1:
+        # Without the clean-up at the end of a process: it waits for ranks that may be gone.
+        os._exit(status)
+    sys.exit(status)
+
+
+def _dispatch(words: list[str]) -> int:
+    match words:
+        case ["rank", folder]:
+            from meshrun.cli.rank import rank_command
+
+            rank_command(Path(folder))
+        case ["run", *rest]:
+            return _run(rest)
+        case _:
+            return int(invoke(app, words) or 0)
+    return 0
+
+
+def _run(words: list[str]) -> int:
+    try:
+        asked = parse_run(words)
+    except Exception:
+        # All ranks were given the same words, so one of them says what is wrong with them.
+        if detect(os.environ).rank != 0:
+            return 2
+        raise
+    if asked is None:
+        return 0
+    from meshrun.cli.run import run_command
+
+    result = run_command(asked.config, asked.target, asked.as_json)
+    if result is None:
+        return 0
+    if asked.as_json:
+        print(json.dumps(result))
+    else:
+        _summary(result)
+    return 0
+
+
+def _summary(result: dict[str, Any]) -> None:
+    for name, scores in result["eval"].items():
+        shown = "  ".join(f"{metric} {value:.4f}" for metric, value in scores.items() if metric != "count")
+        print(f"{name}: {shown}  ({scores['count']:,.0f} counted)")
+    rate = result["samples_per_s"]
+    speed = f", {rate:,.0f} samples/s" if rate else ""
+    print(f"{result['steps']:,} steps in {result['seconds']:.1f} s on {result['layout']}{speed}")
+    print(f"report: {result['run']}/report.html")
+
+
+def _give_up(error: BaseException, text: str, as_json: bool, debug: bool) -> int:
+    """Say why, where people and where scripts look for it; returns the exit status."""
+    status = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    if debug:
+        traceback.print_exception(error)
+    if text:
+        print(f"meshrun: {text}", file=sys.stderr)
+    if as_json and text:
+        print(json.dumps({"error": text, "status": status}))
+    return status

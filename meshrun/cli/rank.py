@@ -1,0 +1,255 @@
+"""A rank of a run: `meshrun rank RUN` under our own launcher, or `meshrun run` under somebody else's.
+
+    work(config, run)                    # this rank's whole life; returns the result
+
+Not for people: `run` starts it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import platform
+import runpy
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import meshrun
+from meshrun import mesh
+from meshrun.cli.target import Target, find, make
+from meshrun.config import RunConfig, RunDirectory, write_json
+from meshrun.errors import RunFailed, UserError
+from meshrun.experiment import Experiment
+from meshrun.launch.local import die_with_launcher
+from meshrun.observe.board import Board
+from meshrun.observe.events import Event, EventFile, read_events
+from meshrun.observe.failures import FirstFailure
+from meshrun.observe.report import write_report
+from meshrun.train.loop import Trainer
+from meshrun.world import detect
+
+Tell = Callable[[Event], None]
+
+
+class Recorder:
+    """Hands each event to the events file and, on rank 0, to TensorBoard and to whoever shows it."""
+
+    def __init__(self, run: RunDirectory, rank: int, tell: Tell | None) -> None:
+        self._run, self._file, self._tell = run, EventFile(run.events_of(rank)), tell
+        self.board: Board | None = None
+        self.step = 0
+
+    def __call__(self, kind: str, **fields: Any) -> None:
+        self._file.write(kind, **fields)
+        self.step = fields.get("step", self.step)
+        for listener in (self.board.add if self.board else None, self._tell):
+            if listener is not None:
+                listener({"kind": kind, **fields})
+
+    def failure(self, error: BaseException, rank: int) -> FirstFailure:
+        """Write down why this rank ends: a sentence in the events, the traceback in the log."""
+        host, log = socket.gethostname(), self._run.log_of(rank)
+        sentence, lines = str(error), []
+        if not isinstance(error, UserError | RunFailed):
+            with log.open("a") as file:
+                traceback.print_exception(error, file=file)
+            step = f" at step {self.step + 1}" if self.step else ""
+            sentence = (
+                f"rank {rank} on {host} failed{step}: {type(error).__name__}: {str(error).strip() or 'no message'}"
+            )
+            lines = _last_lines(error)
+        by_user, secondary = isinstance(error, UserError), isinstance(error, mesh.PeerLost)
+        about = {"rank": rank, "host": host, "step": self.step, "by_user": by_user, "secondary": secondary}
+        self("failure", sentence=sentence, lines=lines, **about)
+        return FirstFailure(sentence, lines, log, by_user)
+
+    def close(self) -> None:
+        self._file.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def rank_command(folder: Path) -> None:
+    """`meshrun rank RUN`: a process that our launcher has started."""
+    die_with_launcher()
+    run, rank = RunDirectory(folder), detect(os.environ).rank
+    _print_to(run.log_of(rank))
+    config = run.config()
+    target = find(config.target)
+    recorder = Recorder(run, rank, None)
+    try:
+        if target.entry is None:
+            run_script(config, target)
+        else:
+            _train(config, run, target, recorder)
+            mesh.finish()
+        recorder("end")
+        recorder.close()
+    except BaseException as error:
+        if isinstance(error, SystemExit) and error.code in (0, None):
+            raise
+        recorder.failure(error, rank)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Without the clean-up at the end of a process: it waits for ranks that may be gone.
+        os._exit(2 if isinstance(error, UserError) else 1)
+
+
+def work(config: RunConfig, target: Target, tell: Tell) -> dict[str, Any]:
+    """Train as a rank that meshrun did not start (torchrun, MPI, Slurm, or this process alone)."""
+    mesh.use(_meeting(config))
+    here = mesh.start()
+    made = RunDirectory.create(config) if here.rank == 0 else None
+    run = made or RunDirectory(Path(here.from_rank_0(None)))
+    if made is not None:
+        here.from_rank_0(str(made.path))
+    if not (run.path / "config.json").is_file():
+        raise UserError(
+            f"rank {here.rank} on {here.world.host} cannot see {run.path}; it must be on a shared disk (--runs)"
+        )
+    recorder = Recorder(run, here.rank, tell if here.rank == 0 else None)
+    try:
+        result = _train(run.config(), run, target, recorder)
+    except Exception as error:
+        failed = recorder.failure(error, here.rank)
+        said = here.rank != 0 and _said_by_rank_0(run, failed.sentence, isinstance(error, mesh.PeerLost))
+        raise (UserError if failed.by_user else RunFailed)("" if said else failed.text) from error
+    mesh.finish()
+    recorder("end")
+    recorder.close()
+    return result
+
+
+def _said_by_rank_0(run: RunDirectory, sentence: str, is_consequence: bool, patience: float = 2.0) -> bool:
+    """Whether rank 0 tells the user the same, so that a thousand ranks need not."""
+    give_up = time.monotonic() + patience
+    while time.monotonic() < give_up:
+        for event in read_events(run.events_of(0)):
+            if event["kind"] == "failure" and (is_consequence or event["sentence"] == sentence):
+                return True
+        time.sleep(0.05)
+    return False
+
+
+def run_script(config: RunConfig, target: Target) -> None:
+    """Run a plain script as if Python had been given it; `meshrun.start()` in it finds this rank's place."""
+    mesh.use(_meeting(config))
+    sys.argv = [str(target.path), *config.arguments]
+    sys.path.insert(0, str(target.path.parent))
+    runpy.run_path(str(target.path), run_name="__main__")
+
+
+def _train(config: RunConfig, run: RunDirectory, target: Target, recorder: Recorder) -> dict[str, Any]:
+    began = time.time()
+    mesh.use(_meeting(config))
+    here = mesh.start()
+    experiment, scale, note = override(make(target, config.options), config)
+    trainer = Trainer(
+        experiment,
+        here,
+        workers=config.workers,
+        prefetch=config.prefetch,
+        eval_every=config.eval_every,
+        lr_scale=scale,
+        weights=run.weights,
+        record=recorder,
+    )
+    if here.rank == 0:
+        run.save_config(config, _resolved(trainer))
+        recorder.board = Board.open(run.path / "tensorboard") if config.tensorboard else None
+    recorder(
+        "start",
+        rank=here.rank,
+        world=here.size,
+        host=here.world.host,
+        source=here.world.source,
+        device=str(here.device),
+        layout=str(here.layout),
+        pid=os.getpid(),
+        cores=sorted(os.sched_getaffinity(0)),
+        target=target.label,
+        total_steps=trainer.total_steps,
+        run=str(run.path),
+    )
+    if note:
+        recorder("note", text=note)
+    result = {
+        "run": str(run.path),
+        "world": here.size,
+        "layout": str(here.layout),
+        "device": str(here.device),
+        **trainer.train(),
+    }
+    result["seconds"] = time.time() - began
+    if here.rank == 0:
+        write_json(run.path / "result.json", result)
+        write_report(run.path)
+    return result
+
+
+def override(experiment: Experiment, config: RunConfig) -> tuple[Experiment, float, str]:
+    """The experiment with what the command line changes; the factor for learning rates; what to tell the user."""
+    names = ("steps", "epochs", "batch", "micro", "seed", "clip", "precision")
+    changes = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
+    if "epochs" in changes and "steps" not in changes:
+        changes["steps"] = None
+    changed = dataclasses.replace(experiment, **changes)
+    ratio = changed.batch / experiment.batch
+    if ratio == 1.0:
+        return changed, 1.0, ""
+    asked = f"batch {experiment.batch} -> {changed.batch}"
+    if config.scale_lr:
+        return changed, ratio, f"{asked}: learning rates times {ratio:g} (--scale-lr)"
+    return (
+        changed,
+        1.0,
+        f"{asked}: the linear scaling rule would multiply learning rates by {ratio:g} (--scale-lr does)",
+    )
+
+
+def _resolved(trainer: Trainer) -> dict[str, Any]:
+    import torch
+
+    experiment, here = trainer.experiment, trainer.here
+    names = ("batch", "micro", "seed", "clip", "precision", "epochs")
+    return {
+        **{name: getattr(experiment, name) for name in names},
+        "steps": trainer.total_steps,
+        "eval_every": trainer.eval_every,
+        "schedule": dataclasses.asdict(experiment.schedule)
+        if dataclasses.is_dataclass(experiment.schedule) and not isinstance(experiment.schedule, type)
+        else str(experiment.schedule),
+        "layout": str(here.layout),
+        "world": here.size,
+        "launcher": here.world.source,
+        "device": str(here.device),
+        "workers": trainer.reading.workers,
+        "train_samples": len(experiment.train),
+        "eval_samples": {name: len(data) for name, data in experiment.evals.items()},
+        "parameters": sum(each.numel() for each in trainer.model.parameters()),
+        "versions": {"meshrun": meshrun.__version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _meeting(config: RunConfig) -> mesh.Meeting:
+    return mesh.Meeting(config.layout, config.device, config.backend, config.timeout, config.threads, config.runs)
+
+
+def _print_to(log: Path) -> None:
+    """Send all that this process prints to its log, also what libraries print."""
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _last_lines(error: BaseException, most: int = 6) -> list[str]:
+    """Where it happened, the innermost calls last, and the notes on it."""
+    frames = traceback.extract_tb(error.__traceback__)[-most:]
+    where = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
+    return [*where, *getattr(error, "__notes__", [])]

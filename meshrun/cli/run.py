@@ -1,0 +1,118 @@
+"""`meshrun run TARGET`: train, on this process or on several local ones, or as a rank under another launcher.
+
+meshrun run digits
+meshrun run digits --procs 4 --steps 30 --json
+torchrun --nproc-per-node=2 -m meshrun run digits
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import replace
+from typing import Any
+
+from rich.console import Console
+
+from meshrun.cli.target import Target
+from meshrun.config import RunConfig, RunDirectory
+from meshrun.errors import RunFailed, UserError
+from meshrun.launch.local import Interrupted, Job, launch
+from meshrun.layout import parse
+from meshrun.observe.events import Event
+from meshrun.observe.failures import first_failure
+from meshrun.observe.story import Follow, Story
+from meshrun.world import World, detect
+
+
+def run_command(config: RunConfig, target: Target, as_json: bool) -> dict[str, Any] | None:
+    """Returns the result on the one process that should print it."""
+    world = detect(os.environ)
+    if world.source != "none" and not (world.size == 1 and config.procs):
+        return _as_rank(config, target, world, as_json)
+    procs = config.procs or _default_procs(config)
+    config = replace(config, procs=procs)
+    _check_before_start(config, procs)
+    return _alone(config, target, as_json) if procs == 1 else _launched(config, target, procs, as_json)
+
+
+def _as_rank(config: RunConfig, target: Target, world: World, as_json: bool) -> dict[str, Any] | None:
+    """Another launcher has started the ranks: this process is one of them."""
+    if config.procs and config.procs != world.local_size:
+        raise UserError(
+            f"procs is {config.procs} but {world.source} has started {world.local_size} ranks on {world.host}; "
+            f"leave --procs away under another launcher"
+        )
+    result = _alone(config, target, as_json, shown=world.rank == 0)
+    return result if world.rank == 0 else None
+
+
+def _alone(config: RunConfig, target: Target, as_json: bool, shown: bool = True) -> dict[str, Any] | None:
+    """Train in this process."""
+    from meshrun.cli.rank import run_script, work
+
+    if target.entry is None:
+        run_script(config, target)
+        return None
+    if not shown:
+        return work(config, target, _ignore)
+    with Story(Console(stderr=True)) as story:
+        if not as_json:
+            return work(config, target, story.tell)
+        # What the user's program prints must not get between scripts and the one document on standard output.
+        own = os.dup(1)
+        sys.stdout.flush()
+        os.dup2(2, 1)
+        try:
+            return work(config, target, story.tell)
+        finally:
+            sys.stdout.flush()
+            os.dup2(own, 1)
+
+
+def _launched(config: RunConfig, target: Target, procs: int, as_json: bool) -> dict[str, Any] | None:
+    """Start the ranks, tell their story, and say which failed first."""
+    run = RunDirectory.create(config)
+    job = Job(["-m", "meshrun", "rank", str(run.path)], procs, config.port or 0)
+    console = Console(stderr=True)
+    try:
+        with Story(console, None if as_json else sys.stdout) as story, Follow(story, run.events_of(0), run.log_of(0)):
+            failures = launch(job)
+    except Interrupted as stopped:
+        raise RunFailed(f"stopped by {stopped}; what was reached is in {run.path}") from stopped
+    if failures:
+        failed = first_failure(run, {each.rank: each.how for each in failures}, socket.gethostname())
+        raise (UserError if failed.by_user else RunFailed)(failed.text)
+    if target.entry is None:
+        return None
+    import json
+
+    result: dict[str, Any] = json.loads((run.path / "result.json").read_text())
+    return result
+
+
+def _check_before_start(config: RunConfig, procs: int) -> None:
+    """Refuse what cannot work while nothing has been started yet."""
+    from meshrun.mesh import refuse_unbuilt, too_few_gpus
+
+    refuse_unbuilt(parse(config.layout).resolve(procs))
+    if config.device == "cuda" and config.backend != "gloo":
+        import torch
+
+        gpus = torch.cuda.device_count()
+        if gpus < procs:
+            raise UserError(too_few_gpus(procs, gpus, socket.gethostname()))
+
+
+def _default_procs(config: RunConfig) -> int:
+    """Every local GPU, or one process."""
+    if config.device == "cpu":
+        return 1
+    import torch
+
+    return max(1, torch.cuda.device_count())
+
+
+def _ignore(event: Event) -> None:
+    """Ranks other than 0 tell no story."""

@@ -1,0 +1,132 @@
+"""TARGET: `file.py`, `file.py:function`, or the name of a shipped recipe.
+
+    target = find("digits")              # nothing is imported yet
+    function = target.function()         # imports the file
+    experiment = make(target, {"width": 256})
+
+A file without an experiment is a plain script, which is found out by reading it, not by running it.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import meshrun.recipes
+from meshrun.cli.options import options_of
+from meshrun.errors import UserError
+from meshrun.experiment import Experiment
+
+ENTRY = "experiment"
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a training is written down."""
+
+    text: str
+    path: Path
+    entry: str | None
+    """The function that returns the experiment; None for a plain script."""
+    recipe: bool = False
+
+    @property
+    def label(self) -> str:
+        return self.text if self.recipe else self.path.name
+
+    def function(self) -> Callable[..., Any]:
+        """The experiment function, from the imported file."""
+        assert self.entry is not None
+        module = importlib.import_module(f"meshrun.recipes.{self.text}") if self.recipe else self._imported()
+        found = getattr(module, self.entry, None)
+        if not callable(found):
+            raise UserError(f"{self.label} has no function {self.entry!r}; it must have one that returns an Experiment")
+        return found
+
+    def _imported(self) -> Any:
+        name = self.path.stem
+        spec = importlib.util.spec_from_file_location(name, self.path)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        sys.path.insert(0, str(self.path.parent))
+        try:
+            spec.loader.exec_module(module)
+        except UserError:
+            raise
+        except ImportError as error:
+            raise UserError(f"{self.path} cannot be imported: {error}; install it where meshrun runs") from error
+        except SyntaxError as error:
+            raise UserError(f"{self.path} is not valid Python: line {error.lineno}: {error.msg}") from error
+        return module
+
+
+def recipes() -> dict[str, str]:
+    """The shipped recipes, with the first line of what each says of itself."""
+    folder = Path(meshrun.recipes.__file__).parent
+    found = {}
+    for path in sorted(folder.glob("[!_]*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        found[path.stem] = text.partition("\n")[0]
+    return found
+
+
+def find(text: str) -> Target:
+    """The target of that name; nothing of it runs."""
+    known = Path(meshrun.recipes.__file__).parent / f"{text}.py"
+    if text.isidentifier() and known.exists():
+        return Target(text, known, ENTRY, recipe=True)
+    stem, colon, entry = text.rpartition(":") if ":" in text else (text, "", "")
+    path = Path(stem)
+    if path.suffix != ".py":
+        close = difflib.get_close_matches(text, recipes(), 1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise UserError(
+            f"target {text!r} is neither a Python file nor a recipe; {hint}recipes are: {', '.join(recipes())}"
+        )
+    if not path.is_file():
+        raise UserError(f"target {stem!r} does not exist; give a Python file, file.py:function, or a recipe's name")
+    if colon and not entry:
+        raise UserError(f"target {text!r} names no function; give file.py, or file.py:function")
+    return Target(text, path.resolve(), entry or _entry_of(path))
+
+
+def _entry_of(path: Path) -> str | None:
+    """`experiment` if the file defines or imports it at its top level."""
+    try:
+        tree = ast.parse(path.read_text())
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not valid Python: {error}") from error
+    for node in tree.body:
+        match node:
+            case ast.FunctionDef(name=name) if name == ENTRY:
+                return ENTRY
+            case ast.ImportFrom(names=names) if any((each.asname or each.name) == ENTRY for each in names):
+                return ENTRY
+            case ast.Assign(targets=targets) if any(isinstance(t, ast.Name) and t.id == ENTRY for t in targets):
+                return ENTRY
+    return None
+
+
+def make(target: Target, given: dict[str, Any]) -> Experiment:
+    """Call the experiment function with the options given, as config.json holds them."""
+    function = target.function()
+    known = {option.name: option for option in options_of(function)}
+    values = {name: known[name].from_document(value) for name, value in given.items()}
+    try:
+        made = function(**values)
+    except FileNotFoundError as error:
+        missing = error.filename or error
+        raise UserError(f"{target.entry}() of {target.label} needs {str(missing)!r}, which does not exist") from error
+    if not isinstance(made, Experiment):
+        raise UserError(
+            f"{target.entry}() of {target.label} returned {type(made).__name__}; it must return an Experiment"
+        )
+    return made

@@ -1,0 +1,172 @@
+"""All that decides a run, as one frozen value, and the run directory that holds it.
+
+    config = RunConfig(target="digits", options={"width": 256}, procs=2)
+    run = RunDirectory.create(config)         # runs/digits-1, with config.json
+    RunDirectory(run.path).config()           # what every rank reads
+
+The fields are also the options of `meshrun run`: their names, types, defaults and help come from here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import tomllib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from meshrun.errors import UserError
+
+FORMAT = 1
+RUNS = Path("runs")
+
+
+def option(default: Any, help: str) -> Any:
+    """A field that is also an option of the command line."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A run as it was asked for. `None` leaves the value to the experiment or to what is found on the machine."""
+
+    target: str
+    options: dict[str, Any] = field(default_factory=dict)
+    """The parameters of the experiment function that were given."""
+    arguments: tuple[str, ...] = ()
+    """What a plain script gets as its own arguments."""
+
+    procs: int | None = option(None, "Local processes; every local GPU, or one process, when absent.")
+    layout: str = option("dp=*", "The mesh: axis=degree[:variant],…; * is what is left.")
+    steps: int | None = option(None, "Updates in all; wins over --epochs.")
+    epochs: float | None = option(None, "Passes over the training set.")
+    batch: int | None = option(None, "The global batch: the same on every mesh.")
+    scale_lr: bool = option(False, "Scale learning rates with a changed --batch (linear scaling rule).")
+    micro: int | None = option(None, "Most samples that a rank computes at once; the rest is accumulated.")
+    seed: int | None = option(None, "Decides initial weights and the order of samples.")
+    clip: float | None = option(None, "Largest norm of the global gradient.")
+    precision: Literal["fp32", "bf16"] | None = option(None, "bf16 computes matrix products in bfloat16.")
+    eval_every: int | None = option(None, "Evaluate every so many steps; once an epoch when absent.")
+    workers: int | None = option(None, "Reader processes a rank; from the cores of a rank when absent.")
+    prefetch: int = option(2, "Batches that each reader keeps ready.")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "Where to compute; auto takes GPUs where there are any.")
+    backend: Literal["auto", "gloo", "nccl"] = option("auto", "Collectives; auto is NCCL on GPUs, gloo on CPUs.")
+    threads: int | None = option(None, "Computing threads a rank; its share of the cores when absent.")
+    port: int | None = option(None, "Port of the local rendezvous; a free one when absent.")
+    timeout: float = option(600.0, "Seconds that a rank waits for the others before it gives up.")
+    name: str | None = option(None, "Name of the run; the target's when absent.")
+    runs: Path = option(RUNS, "Folder that run directories are made in.")
+    tensorboard: bool = option(True, "Write TensorBoard scalars where tensorboard is installed.")
+
+    def __post_init__(self) -> None:
+        for name, least in (("procs", 1), ("eval_every", 1), ("workers", 0), ("prefetch", 1), ("threads", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise UserError(f"{name} is {value}; it must be at least {least} (--{name.replace('_', '-')})")
+        if self.timeout <= 0:
+            raise UserError(f"timeout is {self.timeout}; it must be above 0 seconds (--timeout)")
+        if self.port is not None and not 0 < self.port < 65536:
+            raise UserError(f"port is {self.port}; it must be between 1 and 65535 (--port)")
+        if self.name is not None and (not self.name or "/" in self.name or self.name.startswith(".")):
+            raise UserError(f"name is {self.name!r}; it must be a plain file name (--name)")
+
+    @property
+    def run_name(self) -> str:
+        """What the run directory is called, less its number."""
+        if self.name:
+            return self.name
+        stem, _, function = self.target.partition(":")
+        return Path(stem).stem + (f"-{function}" if function not in ("", "experiment") else "")
+
+    def to_json(self) -> dict[str, Any]:
+        values = {name.name: getattr(self, name.name) for name in dataclasses.fields(self)}
+        return {**values, "runs": str(self.runs), "arguments": list(self.arguments)}
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> RunConfig:
+        return cls(**{**values, "runs": Path(values["runs"]), "arguments": tuple(values["arguments"])})
+
+
+def option_fields() -> list[dataclasses.Field[Any]]:
+    """The fields of RunConfig that are options of the command line."""
+    return [each for each in dataclasses.fields(RunConfig) if "help" in each.metadata]
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """The options in a TOML or JSON file: the same names as on the command line, dashes or underscores."""
+    try:
+        text = path.read_text()
+        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error} (--config)"
+        ) from None
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror} (--config)") from None
+    if not isinstance(values, dict):
+        raise UserError(f"{path} holds {type(values).__name__}; it must be a table of options (--config)")
+    return {name.replace("-", "_"): value for name, value in values.items()}
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """`runs/NAME-N/`: everything that one run leaves behind."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, config: RunConfig) -> RunDirectory:
+        """The next free number of this name. mkdir decides, so two runs at once cannot get the same one."""
+        runs, name = config.runs, config.run_name
+        try:
+            runs.mkdir(parents=True, exist_ok=True)
+            taken = [each.name.removeprefix(f"{name}-") for each in runs.glob(f"{name}-*")]
+            number = max((int(text) for text in taken if text.isdigit()), default=0)
+            while True:
+                number += 1
+                try:
+                    (runs / f"{name}-{number}").mkdir()
+                    break
+                except FileExistsError:
+                    continue
+            run = cls(runs / f"{name}-{number}")
+            for folder in (run.events, run.logs, run.weights):
+                folder.mkdir()
+        except OSError as error:
+            raise UserError(f"cannot make a run directory in {runs}: {error.strerror} (--runs)") from None
+        run.save_config(config, {})
+        return run
+
+    def save_config(self, config: RunConfig, resolved: dict[str, Any]) -> None:
+        """Write config.json: what was asked for, and what it came to once the experiment and the mesh were known."""
+        write_json(self.path / "config.json", {"format": FORMAT, "config": config.to_json(), "resolved": resolved})
+
+    def config(self) -> RunConfig:
+        return RunConfig.from_json(json.loads((self.path / "config.json").read_text())["config"])
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    def events_of(self, rank: int) -> Path:
+        return self.events / f"rank-{rank:05d}.jsonl"
+
+    def log_of(self, rank: int) -> Path:
+        return self.logs / f"rank-{rank:05d}.log"
+
+
+def write_json(path: Path, document: dict[str, Any]) -> None:
+    """Write a document so that a reader sees the old one or the new one, never half of it."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(document, indent=2) + "\n")
+    beside.replace(path)

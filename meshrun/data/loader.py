@@ -1,0 +1,120 @@
+"""Reads the samples that `order` names: this rank's micro-batches of each step, from any step on.
+
+    loader = Loader(dataset, order, part=1, of=3, reading=Reading(micro=16))
+    for step in loader.steps(start=0, stop=100):
+        for batch in step.batches: …
+
+The cursor, a step number, is the loader's only state: to resume is to start there. torch's DataLoader does the reading
+(worker processes, pinned memory, prefetch); which samples it reads is decided here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from meshrun.data.order import Ids, Order, micro_batches, slice_of
+from meshrun.experiment import MapDataset
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How a rank reads: pieces of at most `micro` samples, by `workers` processes that keep `prefetch` pieces ready."""
+
+    micro: int | None = None
+    workers: int = 0
+    prefetch: int = 2
+    pin: bool = False
+    collate: Callable[[list[Any]], Any] | None = None
+
+
+@dataclass(frozen=True)
+class StepData:
+    """What this rank computes in one step. `waited` is the time that reading it held up the training, in seconds."""
+
+    step: int
+    ids: Ids
+    """The whole global batch."""
+    pieces: list[list[int]]
+    """This rank's part of it, one list a micro-batch; none when there are fewer samples than replicas."""
+    batches: list[Any]
+    waited: float
+
+
+class Loader:
+    """The micro-batches of one of `of` replicas."""
+
+    def __init__(self, dataset: MapDataset, order: Order, part: int, of: int, reading: Reading) -> None:
+        self.dataset, self.order, self.part, self.of, self.reading = dataset, order, part, of, reading
+
+    def pieces(self, ids: Ids) -> list[list[int]]:
+        """This replica's micro-batches of a global batch."""
+        mine = slice_of(ids, self.part, self.of)
+        return [piece.tolist() for piece in micro_batches(mine, self.reading.micro)]
+
+    def steps(self, start: int, stop: int) -> Iterator[StepData]:
+        """Every step from `start` up to `stop`, read ahead."""
+        ahead = (piece for step in range(start, stop) for piece in self.pieces(self.order.batch_ids(step)))
+        batches = iter(_torch_loader(self.dataset, ahead, self.reading))
+        for step in range(start, stop):
+            ids = self.order.batch_ids(step)
+            pieces = self.pieces(ids)
+            began = time.perf_counter()
+            read = [next(batches) for _ in pieces]
+            yield StepData(step, ids, pieces, read, time.perf_counter() - began)
+
+
+def evaluation_batches(dataset: MapDataset, part: int, of: int, size: int, reading: Reading) -> Iterator[Any]:
+    """Every sample exactly once over all parts: this part's share, in batches of at most `size`, in order."""
+    mine = slice_of(range(len(dataset)), part, of)
+    pieces = (list(mine[start : start + size]) for start in range(0, len(mine), size))
+    return iter(_torch_loader(dataset, pieces, reading))
+
+
+def _torch_loader(dataset: MapDataset, pieces: Iterator[list[int]], reading: Reading) -> DataLoader[Any]:
+    return DataLoader(
+        _Numbered(dataset),
+        batch_sampler=pieces,
+        collate_fn=reading.collate,
+        num_workers=reading.workers,
+        pin_memory=reading.pin,
+        prefetch_factor=reading.prefetch if reading.workers else None,
+    )
+
+
+class _Numbered(Dataset[Any]):
+    """The user's dataset, with the sample's number added to whatever goes wrong in it."""
+
+    def __init__(self, dataset: MapDataset) -> None:
+        self.dataset = dataset
+        self.many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
+
+    def __getitems__(self, ids: list[int]) -> list[Any]:
+        if self.many is not None:
+            return self.many(ids)
+        return [self[number] for number in ids]
+
+    def __getitem__(self, number: int) -> Any:
+        try:
+            return self.dataset[number]
+        except Exception as error:
+            error.add_note(f"while reading sample {number}")
+            raise
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch with every tensor in it on the device, copied beside the computation where memory is pinned."""
+    if isinstance(batch, torch.Tensor):
+        return batch.to(device, non_blocking=True)
+    if isinstance(batch, dict):
+        return {key: to_device(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(to_device(value, device) for value in batch))
+    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
+        return type(batch)(to_device(value, device) for value in batch)  # type: ignore[call-arg]
+    return batch

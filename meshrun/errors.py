@@ -1,0 +1,16 @@
+"""The two ways in which meshrun gives up, as sentences and not as tracebacks.
+
+The ground floor of the house: every room may import it, it imports nothing.
+
+    raise UserError("batch is 0; it must be at least 1 (--batch)")
+"""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """What the user gave cannot work: one sentence, exit status 2."""
+
+
+class RunFailed(Exception):
+    """The run itself failed (a dead rank, a loss that is not a number): one sentence, exit status 1."""

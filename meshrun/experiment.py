@@ -1,0 +1,161 @@
+"""What a user writes: an `Experiment`, and a loss that returns a `Loss`.
+
+    def experiment(width: int = 128, lr: float = 1e-3) -> Experiment:
+        return Experiment(
+            model=lambda: Net(width),
+            train=Digits("train"),
+            evals={"val": Digits("val")},
+            loss=cross_entropy,
+            optimizer=lambda params: AdamW(params, lr=lr),
+            batch=64, epochs=3,
+        )
+
+Nothing here knows about ranks, and nothing here imports torch: describing a training costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from meshrun.errors import UserError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+PRECISIONS = ("fp32", "bf16")
+
+
+class MapDataset(Protocol):
+    """A dataset whose samples are found by number: `len(data)` and `data[i] -> (inputs, targets)`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A sum and what to divide it by, so that uneven ranks and ragged batches cannot bias the mean.
+
+    `total` is the sum over samples (or tokens) and is what gradients flow through; `count` is how many there were.
+    """
+
+    total: Tensor
+    count: Tensor | int | float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The learning rate over the run, as a factor of each parameter group's own rate.
+
+    `warmup` is a number of steps, or a share of the run when below 1; `final` is the factor at the last step.
+
+        Schedule("cosine", warmup=100, final=0.1)
+    """
+
+    kind: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup: float = 0
+    final: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("cosine", "linear", "constant"):
+            raise UserError(f"schedule kind is {self.kind!r}; it must be cosine, linear or constant")
+        if self.warmup < 0:
+            raise UserError(f"schedule warmup is {self.warmup}; it must be a number of steps, or a share below 1")
+
+    def factor(self, step: int, steps: int) -> float:
+        """The factor for update number `step` (from 0) of a run of `steps` updates."""
+        warmup = round(self.warmup * steps) if self.warmup < 1 else int(self.warmup)
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        if self.kind == "constant":
+            return 1.0
+        passed = (step - warmup) / max(1, steps - 1 - warmup)
+        falling = 1 - passed if self.kind == "linear" else (1 + math.cos(math.pi * min(1.0, passed))) / 2
+        return self.final + (1 - self.final) * max(0.0, falling)
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One training: model, data, loss, optimizer, and how long. The same on every mesh."""
+
+    model: Callable[[], nn.Module]
+    """Builds the model; called only where and when it is needed."""
+    train: MapDataset
+    """Any map-style dataset of (inputs, targets); inputs that are a tuple or a dict are spread over the arguments."""
+    loss: Callable[[Any, Any], Loss]
+    """(outputs, targets) -> Loss(total, count)."""
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer]
+    batch: int
+    """The GLOBAL batch: it means the same on every mesh."""
+    epochs: float | None = None
+    steps: int | None = None
+    """Updates in all; wins over `epochs`."""
+    evals: Mapping[str, MapDataset] = field(default_factory=dict)
+    """Evaluated once an epoch and at the end; the first one's loss decides which weights are the best."""
+    metrics: Mapping[str, Callable[[Any, Any], Loss]] = field(default_factory=dict)
+    """Sums and counts like the loss, computed in evaluation."""
+    schedule: Schedule | Callable[[int, int], float] | None = None
+    """A Schedule, or any (step, steps) -> factor of the learning rate; constant when absent."""
+    clip: float | None = None
+    """Largest norm of the global gradient."""
+    precision: str = "fp32"
+    """fp32, or bf16: matrix products in bfloat16, weights and sums in fp32."""
+    micro: int | None = None
+    """Most samples that a rank computes at once; the rest is accumulated."""
+    seed: int = 0
+    collate: Callable[[list[Any]], Any] | None = None
+    """Makes one batch of a list of samples; torch's own when absent."""
+    segments: Callable[[nn.Module], Sequence[nn.Module]] | None = None
+    """The modules that the model applies in order: where it may be cut and sharded."""
+    tensor_plan: Mapping[str, str] | None = None
+    """How parameters are split over tensor-parallel ranks, by name."""
+    stage_data: Callable[[], Any] | None = None
+    """Fetches what the training needs, on a machine with internet."""
+
+    def __post_init__(self) -> None:
+        for name in ("model", "loss", "optimizer"):
+            if not callable(getattr(self, name)):
+                raise UserError(f"Experiment({name}=…) is {_described(getattr(self, name))}; it must be a function")
+        _check_dataset("train", self.train)
+        for name, data in self.evals.items():
+            _check_dataset(f"evals[{name!r}]", data)
+        for name, metric in self.metrics.items():
+            if not callable(metric) or name in ("loss", "count"):
+                raise UserError(f"metric {name!r} must be a function of (outputs, targets), not named loss or count")
+        _check_number("batch", self.batch, 1)
+        if self.epochs is None and self.steps is None:
+            raise UserError("Experiment has neither epochs nor steps; give one of them, or --steps")
+        _check_number("steps", self.steps, 1)
+        _check_number("micro", self.micro, 1)
+        if self.epochs is not None and not self.epochs > 0:
+            raise UserError(f"epochs is {self.epochs}; it must be above 0 (--epochs)")
+        if self.clip is not None and not self.clip > 0:
+            raise UserError(f"clip is {self.clip}; it must be above 0, or absent (--clip)")
+        if self.precision not in PRECISIONS:
+            raise UserError(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)} (--precision)")
+        if self.batch > len(self.train):
+            raise UserError(
+                f"batch is {self.batch} but the training set has only {len(self.train)} samples; "
+                f"it may be at most that (--batch)"
+            )
+
+
+def _described(value: object) -> str:
+    return f"{value!r} of type {type(value).__name__}" if isinstance(value, int | float | str) else type(value).__name__
+
+
+def _check_number(name: str, value: int | None, least: int) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least} (--{name})")
+
+
+def _check_dataset(name: str, data: object) -> None:
+    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+        raise UserError(f"{name} is {_described(data)}; it must be a map-style dataset with len(data) and data[i]")
+    if len(data) == 0:
+        raise UserError(f"{name} has no samples; a dataset must have at least one")

@@ -1,0 +1,1 @@
+"""How do I start: ranks on this machine."""

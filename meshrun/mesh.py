@@ -1,0 +1,311 @@
+"""Which mesh: the one place where ranks meet, choose their device and form groups.
+
+    here = start()                       # under any launcher, or alone
+    here.rank, here.device, here.mesh
+    finish()
+
+A rank learns from its launcher who it is (`world`), finds rank 0, waits until all have arrived and says who is missing
+if not. After that `here` is all that the rest of meshrun knows about other ranks.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import TCPStore
+
+from meshrun.errors import RunFailed, UserError
+from meshrun.layout import AXES, Layout, parse
+from meshrun.world import World, detect
+from meshrun.world.cores import granted, share, topology
+from meshrun.world.rendezvous import lookup, own_address, publish, withdraw
+
+
+class PeerLost(RunFailed):
+    """This rank waited for others that never came: a consequence, so some other rank's error is the cause."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """How ranks meet and what they compute on. `runs` is a folder that all of them see."""
+
+    layout: str = "dp=*"
+    device: str = "auto"
+    backend: str = "auto"
+    timeout: float = 600.0
+    threads: int | None = None
+    runs: Path = Path("runs")
+
+
+@dataclass(frozen=True)
+class Here:
+    """This rank's place: in the world, in the layout, and on a device."""
+
+    world: World
+    layout: Layout
+    device: torch.device
+    mesh: DeviceMesh | None
+    """None in a world of one."""
+    timeout: float
+
+    @property
+    def rank(self) -> int:
+        return self.world.rank
+
+    @property
+    def size(self) -> int:
+        return self.world.size
+
+    @property
+    def replicas(self) -> int:
+        """How many parts a global batch is cut into."""
+        return self.layout.dp * self.layout.fsdp
+
+    @property
+    def replica(self) -> int:
+        """Which of these parts is this rank's."""
+        coordinates = self.layout.coordinates(self.rank)
+        return coordinates["dp"] * self.layout.fsdp + coordinates["fsdp"]
+
+    def sum(self, values: torch.Tensor) -> dist.Work | None:
+        """Begin to sum a tensor in place over all replicas; wait on what is returned before reading it."""
+        return dist.all_reduce(values, async_op=True) if self.mesh is not None else None
+
+    def from_rank_0(self, value: Any) -> Any:
+        """The value that rank 0 has."""
+        if self.mesh is None:
+            return value
+        holder = [value]
+        with self.waiting("rank 0's word"):
+            dist.broadcast_object_list(holder, src=0, device=torch.device("cpu"))
+        return holder[0]
+
+    def gathered(self, value: Any) -> list[Any]:
+        """The value of every rank, in order."""
+        if self.mesh is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        with self.waiting("a word from every rank"):
+            dist.all_gather_object(values, value)
+        return values
+
+    @contextmanager
+    def waiting(self, what: str) -> Iterator[None]:
+        """Turn the collectives' own errors into a sentence that says what was waited for."""
+        began = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            text = str(error).lower()
+            me = f"rank {self.rank} on {self.world.host}"
+            if "timed out" in text or "timeout" in text:
+                waited = time.monotonic() - began
+                raise PeerLost(
+                    f"{me} waited {waited:.0f} s for {what} and gave up: another rank never got there (--timeout)"
+                ) from error
+            if "connection" in text or "socket" in text or "peer" in text:
+                raise PeerLost(f"{me} lost another rank while it waited for {what}") from error
+            raise
+
+
+_here: Here | None = None
+_meeting = Meeting()
+
+
+def use(meeting: Meeting) -> None:
+    """Decide how `start()` will meet the others, for a program that calls it without arguments."""
+    global _meeting
+    _meeting = meeting
+
+
+def start() -> Here:
+    """Find out where this process runs, meet the other ranks, and return this one's place.
+
+    Called again, it returns the same place.
+    """
+    global _here
+    if _here is None:
+        _here = _meet(_meeting)
+    return _here
+
+
+def finish() -> None:
+    """Leave the mesh; without others to leave, nothing happens."""
+    global _here
+    if _here is not None and _here.mesh is not None and dist.is_initialized():
+        dist.destroy_process_group()
+    _here = None
+
+
+def _meet(meeting: Meeting) -> Here:
+    joined = dist.is_initialized()
+    world = _world_of_group() if joined else detect(os.environ)
+    layout = parse(meeting.layout).resolve(world.size, ranks_per_node=world.local_size)
+    refuse_unbuilt(layout)
+    device = choose_device(world, meeting.device, meeting.backend)
+    _use_cores(world, meeting.threads)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if world.size == 1:
+        return Here(world, layout, device, None, meeting.timeout)
+    if not joined:
+        store = _all_arrived(world, _store(world, meeting), _place_of(world, device, meeting.backend), meeting.timeout)
+        dist.init_process_group(
+            _backend(device, meeting.backend),
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=timedelta(seconds=meeting.timeout),
+            device_id=device if device.type == "cuda" and meeting.backend != "gloo" else None,
+        )
+        if world.rank == 0 and world.address is None:
+            withdraw(meeting.runs, world.job, world.attempt)
+    shape = tuple(layout.degree(axis) for axis in AXES)
+    return Here(world, layout, device, init_device_mesh(device.type, shape, mesh_dim_names=AXES), meeting.timeout)
+
+
+def refuse_unbuilt(layout: Layout) -> None:
+    """Say which axes this version trains on, before any process group exists."""
+    for axis in AXES:
+        if axis != "dp" and layout.degree(axis) > 1:
+            raise UserError(
+                f"layout '{layout}' uses the axis {axis}, which this version does not train on yet; "
+                f"dp={layout.size} uses the same ranks (--layout)"
+            )
+
+
+def _world_of_group() -> World:
+    """The world of a process group that somebody else has formed in this process."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    return World(rank, size, rank, size, 0, 1, os.uname().nodename, "process group")
+
+
+def choose_device(world: World, device: str, backend: str) -> torch.device:
+    """The device of this rank: its own GPU whether it sees all of the node's or only one."""
+    gpus = torch.cuda.device_count() if device != "cpu" else 0
+    if gpus == 0:
+        if device == "cuda":
+            raise UserError(f"no GPU is visible to rank {world.rank} on {world.host}; --device cpu trains without")
+        return torch.device("cpu")
+    if gpus == 1 or backend == "gloo":
+        return torch.device("cuda", world.local_rank % gpus)
+    if world.local_rank >= gpus:
+        raise UserError(too_few_gpus(world.local_size, gpus, world.host))
+    return torch.device("cuda", world.local_rank)
+
+
+def too_few_gpus(ranks: int, gpus: int, host: str) -> str:
+    return (
+        f"{host} shows {gpus} GPU{'s' * (gpus != 1)} but {ranks} ranks are to run there; "
+        f"start at most one rank a GPU (--procs), or use --device cpu"
+    )
+
+
+def _use_cores(world: World, threads: int | None) -> None:
+    """Give each local rank its own cores where the launcher left all of them to all ranks, as torchrun does."""
+    cores = granted()
+    if world.source == "torchrun" and world.local_size > 1:
+        os.sched_setaffinity(0, share(cores, world.local_rank, world.local_size, topology()))
+        threads = threads or max(1, len(cores) // world.local_size)
+    if threads:
+        torch.set_num_threads(threads)
+
+
+def _backend(device: torch.device, backend: str) -> str:
+    if backend == "nccl" and device.type == "cpu":
+        raise UserError("backend nccl needs GPUs but the device is cpu; use gloo (--backend)")
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" and backend != "gloo" else "gloo"
+
+
+def _place_of(world: World, device: torch.device, backend: str) -> str:
+    """What no two ranks may have in common: the GPU where NCCL is used, which refuses to share one."""
+    if device.type == "cpu" or backend == "gloo":
+        return f"rank {world.rank}"
+    return f"GPU {torch.cuda.get_device_properties(device).uuid} of {world.host}"
+
+
+def _store(world: World, meeting: Meeting) -> Store:
+    """The key-value store that rank 0, or the agent that started it, serves."""
+    limit = timedelta(seconds=meeting.timeout)
+    if world.address is not None and world.port is not None:
+        serves = world.rank == 0 and not world.agent_store
+        try:
+            return TCPStore(world.address, world.port, world.size, serves, limit, wait_for_workers=False)
+        except (RuntimeError, OSError) as error:
+            doing = "could not serve" if serves else "could not reach rank 0 at"
+            raise RunFailed(
+                f"rank {world.rank} on {world.host} {doing} {world.address}:{world.port}, which {world.source} names: "
+                f"{_first_line(error)}"
+            ) from error
+    if world.rank == 0:
+        address = own_address(world)
+        # Port 0 lets the system choose: the port is bound before anybody hears of it, so it cannot collide.
+        store = TCPStore(address, 0, world.size, True, limit, wait_for_workers=False)
+        publish(meeting.runs, world.job, world.attempt, address, store.port)
+        return store
+    return _published_store(world, meeting)
+
+
+def _published_store(world: World, meeting: Meeting) -> Store:
+    """Follow what rank 0 publishes; an address that does not answer is a left-over, and is read again."""
+    give_up = time.monotonic() + meeting.timeout
+    while time.monotonic() < give_up:
+        found = lookup(meeting.runs, world.job, world.attempt)
+        if found is not None:
+            try:
+                return TCPStore(*found, world.size, False, timedelta(seconds=5), wait_for_workers=False)
+            except (RuntimeError, OSError):
+                pass
+        time.sleep(0.02)
+    raise PeerLost(
+        f"rank {world.rank} on {world.host} waited {meeting.timeout:.0f} s for rank 0 to publish its address in "
+        f"{meeting.runs / '.rendezvous'}, which all nodes must see (--runs, --timeout)"
+    )
+
+
+def _all_arrived(world: World, store: Store, place: str, timeout: float) -> Store:
+    """Wait until every rank is here, and name those who are not."""
+    store = PrefixStore(f"meshrun/{world.attempt}", store)
+    keys = [f"arrived/{rank}" for rank in range(world.size)]
+    store.set(keys[world.rank], place)
+    try:
+        if world.rank == 0:
+            store.wait(keys, timedelta(seconds=timeout))
+            store.set("verdict", _shared_places([store.get(key).decode() for key in keys]))
+        else:
+            store.wait(["verdict"], timedelta(seconds=timeout + 5))
+    except RuntimeError as error:
+        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:8])}{', …' * (len(missing) > 8)}"
+        raise PeerLost(
+            f"rank {world.rank} on {world.host} waited {timeout:.0f} s for {who} of {world.size} to arrive (--timeout)"
+        ) from error
+    if verdict := store.get("verdict").decode():
+        raise UserError(verdict)
+    return store
+
+
+def _shared_places(places: list[str]) -> str:
+    """A sentence on two ranks with the same GPU, or nothing."""
+    for rank, place in enumerate(places):
+        if (first := places.index(place)) != rank:
+            return (
+                f"ranks {first} and {rank} would share the {place}, which NCCL refuses: fewer GPUs than ranks; "
+                f"start one rank a GPU (--procs), or use --backend gloo or --device cpu"
+            )
+    return ""
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]

@@ -1,0 +1,1 @@
+"""What people see: events, the story on the terminal, TensorBoard, the report."""

@@ -1,0 +1,75 @@
+"""Which rank failed first, and what the user reads about it.
+
+    failed = first_failure(run, {1: "was killed by SIGKILL"}, "node7")
+    failed.sentence, failed.by_user
+
+When one rank dies the others fail a moment later, since they wait for it: their errors are consequences. A rank that
+was killed wrote no event, so it comes before those that did; among events the earliest that is no consequence wins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from meshrun.config import RunDirectory
+from meshrun.observe.events import Event, read_events
+
+
+@dataclass(frozen=True)
+class FirstFailure:
+    """The first error of any rank, for the user."""
+
+    sentence: str
+    lines: list[str]
+    """Its last lines: what the rank's program printed, or where it was."""
+    log: Path
+    by_user: bool
+
+    @property
+    def text(self) -> str:
+        if self.by_user:
+            return self.sentence
+        shown = "".join(f"\n    {line}" for line in self.lines)
+        return f"{self.sentence}{shown}\n    log: {self.log}"
+
+
+def first_failure(run: RunDirectory, ended: Mapping[int, str], host: str) -> FirstFailure:
+    """`ended` says how each failed rank's process ended."""
+    said = {rank: _failure_of(run, rank) for rank in ended}
+    spoke = [(event["secondary"], event["time"], rank) for rank, event in said.items() if event is not None]
+    silent = [rank for rank, event in said.items() if event is None]
+    causes = [entry for entry in spoke if not entry[0]]
+    if causes:
+        return _spoken(run, said[min(causes)[2]] or {})
+    # Ranks that the agent ended say SIGTERM; who went another way went first.
+    killed = sorted(silent, key=lambda rank: "SIGTERM" in ended[rank])
+    if killed and "SIGTERM" not in ended[killed[0]]:
+        return _killed(run, killed[0], ended[killed[0]], host)
+    if spoke:
+        return _spoken(run, said[min(spoke)[2]] or {})
+    return _killed(run, killed[0], ended[killed[0]], host)
+
+
+def _failure_of(run: RunDirectory, rank: int) -> Event | None:
+    failures = [event for event in read_events(run.events_of(rank)) if event["kind"] == "failure"]
+    return failures[0] if failures else None
+
+
+def _spoken(run: RunDirectory, event: Event) -> FirstFailure:
+    return FirstFailure(event["sentence"], event["lines"], run.log_of(event["rank"]), event["by_user"])
+
+
+def _killed(run: RunDirectory, rank: int, how: str, host: str) -> FirstFailure:
+    steps = [event["step"] for event in read_events(run.events_of(rank)) if event["kind"] == "step"]
+    where = f"after step {steps[-1]}" if steps else "before its first step"
+    return FirstFailure(f"rank {rank} on {host} {how} {where}", tail(run.log_of(rank)), run.log_of(rank), False)
+
+
+def tail(log: Path, lines: int = 8) -> list[str]:
+    """The last lines of a log."""
+    try:
+        return log.read_text(errors="replace").splitlines()[-lines:]
+    except OSError:
+        return []

@@ -1,0 +1,267 @@
+"""What a run directory tells, as data: sums of every rank, curves of the first, failures with their causes first.
+
+    history = read(Path("runs/digits-3"))
+    history.steps, history.ranks[1].step_time, history.failures
+
+Any part may be missing or half written: a run that failed, or still goes on, has a history too.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from meshrun.config import RunDirectory
+from meshrun.errors import UserError
+from meshrun.observe.events import Event
+
+TIMED_STEPS = 20_000
+"""Steps of a rank, evenly spaced, that its mean times are taken from; the first rank is read whole."""
+BYTES_A_STEP = 150
+MOST_LINES = 20
+MOST_TEXT = 1_000
+
+
+@dataclass
+class Rank:
+    """What a rank's events say, in sums."""
+
+    number: int
+    start: Event = field(default_factory=dict)
+    steps: int = 0
+    samples: float = 0.0
+    seconds: float = 0.0
+    waited: float = 0.0
+    last_step: int = 0
+    ended: bool = False
+    first_time: float = math.inf
+    last_time: float = -math.inf
+    notes: list[str] = field(default_factory=list)
+    failures: list[Event] = field(default_factory=list)
+    _settled: bool = False
+
+    def add(self, event: Event) -> None:
+        kind, moment = event.get("kind"), number(event.get("time"))
+        if math.isfinite(moment):
+            self.first_time, self.last_time = min(self.first_time, moment), max(self.last_time, moment)
+        if kind == "start":
+            self.start, self.ended, self._settled = event, False, False
+        elif kind == "step":
+            self.last_step = whole(event.get("step"))
+            seconds = number(event.get("seconds"))
+            # The first step after a start pays for allocations: it says nothing about the speed.
+            if self._settled and math.isfinite(seconds):
+                self.steps += 1
+                self.seconds += seconds
+                self.waited += number(event.get("data_wait"), 0.0)
+                self.samples += number(event.get("samples"), 0.0)
+            self._settled = True
+        elif kind == "note":
+            self.notes.append(cut(event.get("text")))
+        elif kind == "failure":
+            self.failures.append(event)
+        elif kind == "end":
+            self.ended = True
+
+    @property
+    def step_time(self) -> float:
+        return self.seconds / self.steps if self.steps else math.nan
+
+    @property
+    def wait(self) -> float:
+        return self.waited / self.steps if self.steps else math.nan
+
+    @property
+    def host(self) -> str:
+        return str(self.start.get("host", ""))
+
+
+@dataclass
+class Track:
+    """Values over steps. Steps that a resumed run makes again replace those of the first time."""
+
+    steps: array[int] = field(default_factory=lambda: array("q"))
+    columns: dict[str, array[float]] = field(
+        default_factory=lambda: {name: array("d") for name in ("loss", "grad_norm", "lr", "samples", "seconds")}
+    )
+    evals: dict[int, Event] = field(default_factory=dict)
+
+    def add(self, event: Event) -> None:
+        step = whole(event.get("step"))
+        if event.get("kind") == "step":
+            if self.steps and step <= self.steps[-1]:
+                again = bisect_left(self.steps, step)
+                for column in (self.steps, *self.columns.values()):
+                    del column[again:]
+                self.evals = {at: event for at, event in self.evals.items() if at < step}
+            self.steps.append(step)
+            for name, column in self.columns.items():
+                column.append(number(event.get(name)))
+        elif event.get("kind") == "eval" and isinstance(event.get("scores"), dict):
+            self.evals[step] = event
+
+    def series(self, name: str) -> tuple[list[int], list[float]]:
+        """Steps and values, less what is missing or not finite."""
+        pairs = [pair for pair in zip(self.steps, self.columns[name], strict=True) if math.isfinite(pair[1])]
+        return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A sentence, and the ranks that said it: when a loss is not a number, all of them do."""
+
+    ranks: list[int]
+    host: str
+    step: int
+    sentence: str
+    lines: list[str]
+    secondary: bool
+
+
+@dataclass(frozen=True)
+class History:
+    """All that a run directory tells."""
+
+    name: str
+    config: dict[str, Any]
+    result: dict[str, Any]
+    ranks: list[Rank]
+    track: Track
+
+    @property
+    def start(self) -> Event:
+        return next((rank.start for rank in self.ranks if rank.start), {})
+
+    @property
+    def failures(self) -> list[Failure]:
+        return _failures(self.ranks)
+
+    @property
+    def steps(self) -> int:
+        return whole(self.result.get("steps")) or (self.track.steps[-1] if self.track.steps else 0)
+
+    @property
+    def seconds(self) -> float:
+        first = min((rank.first_time for rank in self.ranks), default=math.nan)
+        last = max((rank.last_time for rank in self.ranks), default=math.nan)
+        return number(self.result.get("seconds"), last - first)
+
+    @property
+    def world(self) -> int:
+        return whole(self.result.get("world")) or whole(self.start.get("world")) or len(self.ranks)
+
+    def fact(self, name: str) -> str:
+        """Of the result, or else of the first rank's start."""
+        return str(self.result.get(name) or self.start.get(name) or "")
+
+    def scores(self) -> dict[str, dict[str, float]]:
+        """The last evaluation."""
+        last = max(self.track.evals, default=None)
+        return table(self.result.get("eval")) or (table(self.track.evals[last]["scores"]) if last is not None else {})
+
+
+def read(run: Path) -> History:
+    files = {
+        int(path.stem[5:]): path for path in RunDirectory(run).events.glob("rank-*.jsonl") if path.stem[5:].isdigit()
+    }
+    if not files and not (run / "config.json").is_file():
+        what = "does not exist" if not run.exists() else "holds neither config.json nor events/rank-00000.jsonl"
+        raise UserError(f"{run} is no run directory: it {what}; give one that a run has made, such as runs/digits-1")
+    track, ranks = Track(), []
+    for number, path in sorted(files.items()):
+        rank = Rank(number)
+        every = 1 if not ranks else max(1, path.stat().st_size // (BYTES_A_STEP * TIMED_STEPS))
+        for event in _events(path, every):
+            rank.add(event)
+            if not ranks:
+                track.add(event)
+        ranks.append(rank)
+    history = History(run.resolve().name, _document(run / "config.json"), _document(run / "result.json"), ranks, track)
+    if not track.steps:
+        _from_result(track, history.result)
+    return history
+
+
+def _events(path: Path, every: int) -> Iterator[Event]:
+    """The events of a file, only one in `every` of its steps. What is no event, as after a crash, is passed over."""
+    seen = 0
+    with path.open("rb") as file:
+        for line in file:
+            if every > 1 and b'"kind": "step"' in line:
+                seen += 1
+                if seen % every != 1:
+                    continue
+            try:
+                event = json.loads(line)
+            except ValueError:
+                continue
+            if isinstance(event, dict):
+                yield event
+
+
+def _document(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return document if isinstance(document, dict) else {}
+
+
+def _from_result(track: Track, result: dict[str, Any]) -> None:
+    losses, norms = result.get("losses") or [], result.get("grad_norms") or []
+    for index, loss in enumerate(losses):
+        norm = norms[index] if index < len(norms) else None
+        track.add({"kind": "step", "step": index + 1, "loss": loss, "grad_norm": norm})
+
+
+def _failures(ranks: list[Rank]) -> list[Failure]:
+    """Causes before consequences, each in the order of time; one entry where several ranks say the same."""
+    said = [(event, rank) for rank in ranks for event in rank.failures]
+    said.sort(key=lambda each: (bool(each[0].get("secondary")), number(each[0].get("time"), 0.0)))
+    found: dict[str, Failure] = {}
+    if said and said[0][0].get("secondary"):
+        for rank in ranks:
+            if not rank.failures and not rank.ended:
+                sentence = f"rank {rank.number} ended without a word; it was killed, or its node was lost"
+                found[sentence] = Failure([rank.number], rank.host, rank.last_step, sentence, [], False)
+    for event, rank in said:
+        sentence = cut(event.get("sentence")) or "failed without a word"
+        if sentence in found:
+            found[sentence].ranks.append(rank.number)
+            continue
+        lines = event.get("lines")
+        shown = [cut(line, MOST_TEXT // 4) for line in lines[-MOST_LINES:]] if isinstance(lines, list) else []
+        host, step = str(event.get("host") or rank.host), whole(event.get("step"))
+        found[sentence] = Failure([rank.number], host, step, sentence, shown, bool(event.get("secondary")))
+    return list(found.values())
+
+
+def table(value: Any) -> dict[str, dict[str, float]]:
+    """Scores by name, less what is none."""
+    if not isinstance(value, dict):
+        return {}
+    return {
+        str(name): {str(metric): number(score) for metric, score in scores.items()}
+        for name, scores in value.items()
+        if isinstance(scores, dict)
+    }
+
+
+def number(value: Any, otherwise: float = math.nan) -> float:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise
+
+
+def whole(value: Any) -> int:
+    number = number(value)
+    return int(number) if math.isfinite(number) else 0
+
+
+def cut(value: Any, most: int = MOST_TEXT) -> str:
+    text = "" if value is None else str(value)
+    return text if len(text) <= most else text[: most - 1] + "…"

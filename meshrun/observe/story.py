@@ -1,0 +1,134 @@
+"""ONE story on the terminal: what rank 0 does, as a progress bar or, in a log file, as a line now and then.
+
+    with Story(Console(stderr=True)) as story:
+        story.tell(event)              # an event of rank 0
+        story.say("text")              # a line that the user's program printed
+
+`Follow` tells the story from the files of a run that other processes write.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from meshrun.observe.events import Event, Follower
+
+LINE_EVERY = 10.0
+"""Seconds between two progress lines where there is no terminal."""
+
+
+class Story:
+    """Shows events to a person."""
+
+    def __init__(self, console: Console, out: TextIO | None = None) -> None:
+        self.console, self._out = console, out
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+            TextColumn("loss {task.fields[loss]}"),
+            TextColumn("{task.fields[rate]} samples/s"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=console,
+            refresh_per_second=4,
+            transient=True,
+        )
+        self._task: TaskID | None = None
+        self._rate, self._shown, self._total = 0.0, 0.0, 0
+
+    def __enter__(self) -> Story:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def say(self, line: str) -> None:
+        """A line of the user's own program, above the bar."""
+        if self._out is not None and not self.console.is_terminal:
+            print(line, file=self._out, flush=True)
+        else:
+            self.console.print(line, markup=False, highlight=False)
+
+    def tell(self, event: Event) -> None:
+        match event["kind"]:
+            case "start":
+                self._begin(event)
+            case "step":
+                self._step(event)
+            case "eval":
+                for name, scores in event["scores"].items():
+                    self._line(f"step {event['step']:,}  {name}  {_scores(scores)}")
+            case "note":
+                self._line(event["text"])
+
+    def _begin(self, event: Event) -> None:
+        self._total = event["total_steps"]
+        ranks = event["world"]
+        self._line(
+            f"{event['target']}: {self._total:,} steps on {ranks} rank{'s' * (ranks > 1)} "
+            f"({event['layout']}, {event['device'].partition(':')[0]})  ->  {event['run']}"
+        )
+        if self.console.is_terminal:
+            self._task = self._progress.add_task("training", total=self._total, loss="-", rate="-")
+            self._progress.start()
+
+    def _step(self, event: Event) -> None:
+        if event["seconds"]:
+            rate = event["samples"] / event["seconds"]
+            self._rate = rate if not self._rate else 0.9 * self._rate + 0.1 * rate
+        now, last = time.monotonic(), event["step"] == self._total
+        if self._task is not None:
+            if now - self._shown > 0.1 or last:
+                self._shown = now
+                self._progress.update(
+                    self._task, completed=event["step"], loss=f"{event['loss']:.4f}", rate=f"{self._rate:,.0f}"
+                )
+        elif now - self._shown > LINE_EVERY:
+            if self._shown:
+                left = (self._total - event["step"]) * event["seconds"]
+                self._line(
+                    f"step {event['step']:,}/{self._total:,}  loss {event['loss']:.4f}  {self._rate:,.0f} samples/s  "
+                    f"{left:,.0f} s left"
+                )
+            self._shown = now
+
+    def _line(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _scores(scores: dict[str, float]) -> str:
+    shown = [f"{name} {value:.4f}" for name, value in scores.items() if name != "count"]
+    return "  ".join([*shown, f"({scores['count']:,.0f} counted)"])
+
+
+class Follow:
+    """Tells a story from rank 0's events and log while they are written."""
+
+    def __init__(self, story: Story, events: Path, log: Path) -> None:
+        self._story, self._events, self._log = story, Follower(events), Follower(log)
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="story", daemon=True)
+
+    def __enter__(self) -> Follow:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        over = False
+        while not over:
+            over = self._over.wait(0.1)
+            for line in self._log.new_lines():
+                self._story.say(line.decode(errors="replace"))
+            for event in self._events.new():
+                self._story.tell(event)

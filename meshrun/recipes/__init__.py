@@ -1,0 +1,1 @@
+"""Trainings that come with meshrun, each one a file that a user could have written: `meshrun run digits`."""

@@ -1,0 +1,1 @@
+"""State: what a run keeps on disk and reads back."""

@@ -1,0 +1,63 @@
+"""Model weights as safetensors files: no pickle, so that reading one can run no code.
+
+save_weights(model, Path("best.safetensors"), {"step": 120, "loss": 0.07})
+load_weights(model, Path("best.safetensors"))
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_model, save_file, save_model
+from torch import Tensor, nn
+
+from meshrun.errors import UserError
+
+
+def save_weights(model: nn.Module, path: Path, about: Mapping[str, Any]) -> None:
+    """Write the weights under the model's own names; tied ones once."""
+    with _whole(path) as beside:
+        save_model(model, str(beside), metadata=_texts(about))
+
+
+def save_tensors(tensors: dict[str, Tensor], path: Path, about: Mapping[str, Any]) -> None:
+    """Write tensors under the names given."""
+    with _whole(path) as beside:
+        save_file(tensors, beside, metadata=_texts(about))
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A name to write to; what was written is flushed and renamed, so that the file is the old or the new one, whole."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield beside
+        with beside.open("rb") as written:
+            os.fsync(written.fileno())
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
+
+
+def _texts(about: Mapping[str, Any]) -> dict[str, str]:
+    return {name: json.dumps(value) for name, value in about.items()}
+
+
+def load_weights(model: nn.Module, path: Path) -> dict[str, Any]:
+    """Read weights into a model of the same shape; returns what was written about them."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
+        load_model(model, path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot read weights from {path}: {error}") from None
+    except RuntimeError as error:
+        raise UserError(f"the weights in {path} are of another model: {' '.join(str(error).split())}") from None
+    return about

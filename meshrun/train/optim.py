@@ -1,0 +1,66 @@
+"""The optimizer's side of a step: its fused form, the learning rate, and the one scaling of all gradients.
+
+optimizer = make(experiment.optimizer, parameters, scale=1.0)
+norm = scale_gradients(parameters, factor, clip=1.0)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from meshrun.errors import UserError
+from meshrun.experiment import Schedule
+
+
+def make(
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], parameters: list[nn.Parameter], scale: float
+) -> Optimizer:
+    """The user's optimizer over these parameters, learning rates multiplied by `scale`, in its fastest form."""
+    if not parameters:
+        raise UserError("the model has no parameter that requires a gradient, so there is nothing to train")
+    made = optimizer(parameters)
+    if not isinstance(made, Optimizer):
+        raise UserError(f"Experiment(optimizer=…) returned {type(made).__name__}; it must return a torch Optimizer")
+    for group in made.param_groups:
+        group["lr"] = group["lr"] * scale
+        group["initial_lr"] = group["lr"]
+        # One kernel for all parameters, where the optimizer has it and the user has not chosen otherwise.
+        if "fused" in group and group["fused"] is None and group.get("foreach") is None and _can_fuse(group):
+            group["fused"] = True
+    return made
+
+
+def _can_fuse(group: dict[str, object]) -> bool:
+    tensors = group["params"]
+    plain = not group.get("differentiable") and not isinstance(group["lr"], Tensor)
+    return plain and isinstance(tensors, list) and all(p.is_floating_point() and not p.is_complex() for p in tensors)
+
+
+def set_learning_rate(
+    optimizer: Optimizer, schedule: Schedule | Callable[[int, int], float] | None, step: int, steps: int
+) -> float:
+    """Set every group's rate for this update; returns the first group's."""
+    if schedule is not None:
+        factor = schedule.factor(step, steps) if isinstance(schedule, Schedule) else schedule(step, steps)
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
+    return float(optimizer.param_groups[0]["lr"])
+
+
+def scale_gradients(parameters: list[nn.Parameter], factor: Tensor, clip: float | None) -> Tensor:
+    """Multiply all gradients by `factor`, then down to the norm `clip`; returns the norm before clipping.
+
+    Both are one pass over the gradients. The factor stays on the device: on a GPU nothing waits for it.
+    """
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=True) * factor
+    if clip is not None:
+        factor = factor * torch.clamp(clip / (norm + 1e-6), max=1.0)
+    # On a CPU looking costs nothing, and most steps need no scaling at all.
+    if gradients and (factor.is_cuda or factor.item() != 1.0):
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    return norm

@@ -1,0 +1,68 @@
+"""The markers of this suite.
+
+@pytest.mark.ranks(4, timeout=20)     # the body runs on 4 local gloo ranks, 60 s at most unless told
+def test_sum(tmp_path): ...           # fixtures are resolved here; their values travel, so they must pickle
+
+@pytest.mark.gpu                      # skipped where torch sees no CUDA device
+"""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from tests import ranks
+
+TIMEOUT_S = 60.0
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """pytest-timeout stays the last resort: it must not strike before a test's own limit, which shows the stacks."""
+    if not config.pluginmanager.hasplugin("timeout"):
+        return
+    for item in items:
+        marker = item.get_closest_marker("ranks")
+        if marker and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(marker.kwargs.get("timeout", TIMEOUT_S) + 60))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not cuda_is_available():
+        pytest.skip("needs a CUDA device, and torch sees none here")
+
+
+@functools.cache
+def cuda_is_available() -> bool:
+    import torch  # only for a gpu test: without one, pytest starts without torch
+
+    return torch.cuda.is_available()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    marker = pyfuncitem.get_closest_marker("ranks")
+    if marker is None:
+        return None
+    try:
+        n, timeout = asked(*marker.args, **marker.kwargs)
+    except TypeError as error:
+        raise pytest.fail.Exception(f"@pytest.mark.ranks(n, timeout=seconds): {error}", pytrace=False) from None
+    names = [pyfuncitem.cls.__qualname__] if pyfuncitem.cls else []
+    qualname = ".".join([*names, pyfuncitem.originalname])
+    kwargs = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    try:
+        ranks.run_on_ranks(str(pyfuncitem.path), qualname, n, kwargs, timeout)
+    except ranks.RanksFailed as failed:
+        raise pytest.fail.Exception(str(failed), pytrace=False) from None
+    return True
+
+
+def asked(n: int, *, timeout: float = TIMEOUT_S) -> tuple[int, float]:
+    """The marker's arguments, checked by being a signature."""
+    return n, timeout
+
+
+def pytest_unconfigure() -> None:
+    ranks.stop()
