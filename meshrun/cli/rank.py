@@ -188,8 +188,16 @@ def _train(config: RunConfig, run: RunDirectory, target: Target, recorder: Recor
     result["seconds"] = time.time() - began
     if here.rank == 0:
         write_json(run.path / "result.json", result)
-        write_report(run.path)
+        _draw_report(run, recorder)
     return result
+
+
+def _draw_report(run: RunDirectory, recorder: Recorder) -> None:
+    """The training is done and kept: a picture of it that cannot be drawn must not make it a failure."""
+    try:
+        write_report(run.path)
+    except Exception as error:
+        recorder("note", text=f"the report could not be drawn: {type(error).__name__}: {error}")
 
 
 def override(experiment: Experiment, config: RunConfig) -> tuple[Experiment, float, str]:

@@ -7,6 +7,8 @@ torchrun --nproc-per-node=2 -m meshrun run digits
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import socket
 import sys
@@ -22,6 +24,7 @@ from meshrun.launch.local import Interrupted, Job, launch
 from meshrun.layout import parse
 from meshrun.observe.events import Event
 from meshrun.observe.failures import first_failure
+from meshrun.observe.report import write_report
 from meshrun.observe.story import Follow, Story
 from meshrun.world import World, detect
 
@@ -82,12 +85,12 @@ def _launched(config: RunConfig, target: Target, procs: int, as_json: bool) -> d
     except Interrupted as stopped:
         raise RunFailed(f"stopped by {stopped}; what was reached is in {run.path}") from stopped
     if failures:
+        with contextlib.suppress(Exception):  # a picture of what was reached, where there is enough for one
+            write_report(run.path)
         failed = first_failure(run, {each.rank: each.how for each in failures}, socket.gethostname())
         raise (UserError if failed.by_user else RunFailed)(failed.text)
     if target.entry is None:
         return None
-    import json
-
     result: dict[str, Any] = json.loads((run.path / "result.json").read_text())
     return result
 

@@ -2,9 +2,9 @@
 
     curve(Curve("Loss", steps, losses, trend=smooth(losses, window(len(losses))), log=True))
 
-A drawing takes the width of its place without scaling its text: lines live in a stretched inner SVG, labels are placed in
-per cent. It is complete as it stands; `SCRIPT` adds that the pointer shows step and value. A million steps cost no more
-than `MOST` points, which hold the extremes.
+A drawing takes the width of its place without scaling its text: lines live in a stretched inner SVG, labels are placed
+in per cent. It is complete as it stands; `SCRIPT` adds that the pointer shows step and value. A million steps cost no
+more than `MOST` points, which hold the extremes.
 """
 
 from __future__ import annotations
@@ -13,29 +13,32 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 MOST = 600
 """Points of a line."""
 MOST_MARKS = 100
+TINIEST, HUGEST = 1e-100, 1e100
+"""What is drawn lies between them or is zero: beyond them the arithmetic of axes overflows."""
 LOG_FROM = 20
 """Largest over smallest value from which a logarithmic axis shows more."""
 
 STYLE = """
 .curve { margin: 0; min-width: 0; break-inside: avoid; }
-.curve figcaption { display: flex; flex-wrap: wrap; justify-content: space-between; align-items: baseline; gap: 0 1rem; }
+.curve output { display: block; }
+@media (min-width: 45rem) { .tall figcaption { display: flex; justify-content: space-between; align-items: baseline; } }
 .curve output, .legend { color: var(--muted); font-size: .8125rem; font-variant-numeric: tabular-nums; }
 .legend { display: flex; flex-wrap: wrap; gap: .125rem 1rem; margin-top: .25rem; }
 .legend svg { width: 18px; height: 10px; margin-right: .375rem; overflow: visible; }
 .plot { padding: 2rem .75rem 1.75rem 3rem; }
 .plot > svg { display: block; width: 100%; height: 11rem; overflow: visible; touch-action: pan-y; }
-.curve.tall .plot > svg { height: 20rem; }
+.tall .plot > svg { height: 20rem; }
 .plot text { fill: var(--muted); font-size: 11px; font-variant-numeric: tabular-nums; }
 .grid { stroke: var(--line); }
 .axis { stroke: var(--muted); }
-.raw, .trend { fill: none; stroke: var(--accent); stroke-linejoin: round; stroke-linecap: round; }
-.raw { stroke-width: 1; opacity: .35; }
-.trend { stroke-width: 1.75; }
+.values, .trend { fill: none; stroke: var(--accent); stroke-width: 1.75; stroke-linejoin: round;
+  stroke-linecap: round; }
+.faint { stroke-width: 1; opacity: .35; }
 .mark { fill: var(--ink); stroke: var(--ink); stroke-width: 1.5; }
 .mark.hollow { fill: var(--paper); }
 .cursor { visibility: hidden; pointer-events: none; }
@@ -46,7 +49,7 @@ STYLE = """
 SCRIPT = """
 for (const plot of document.querySelectorAll(".plot")) {
   const steps = plot.dataset.steps.split(" "), values = plot.dataset.values.split(" ");
-  const numbers = plot.querySelector("[data-read]").getAttribute("d").slice(1).split(" ").map(Number);
+  const numbers = plot.querySelector(".values").getAttribute("d").slice(1).split(" ").map(Number);
   const svg = plot.querySelector("svg"), cursor = plot.querySelector(".cursor");
   const output = plot.parentElement.querySelector("output"), resting = output.textContent;
   const read = event => {
@@ -87,13 +90,14 @@ class Marks:
 
 @dataclass(frozen=True)
 class Curve:
-    """Finite values over ascending steps. `trend` has a value for each of them, or none."""
+    """Drawable values over ascending steps. `trend` has a value for each of them, or none."""
 
     title: str
     steps: Sequence[float]
     values: Sequence[float]
     trend: Sequence[float] = ()
     trend_name: str = ""
+    """Without it there is no key to the lines: one curve on a page is enough to explain them."""
     marks: Sequence[Marks] = ()
     log: bool = False
     """The axis may be logarithmic; it is where the values span a wide range."""
@@ -112,7 +116,7 @@ class Scale:
 
     def __call__(self, value: float) -> float:
         if self.log:
-            return math.log(value / self.low) / math.log(self.high / self.low)
+            return (math.log(value) - math.log(self.low)) / (math.log(self.high) - math.log(self.low))
         return (value - self.low) / (self.high - self.low)
 
 
@@ -123,10 +127,15 @@ def thin(values: Sequence[float], most: int = MOST) -> list[int]:
     buckets = (most - 2) // 2
     edges = [len(values) * each // buckets for each in range(buckets + 1)]
     kept = {0, len(values) - 1}
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         kept.add(min(range(low, high), key=values.__getitem__))
         kept.add(max(range(low, high), key=values.__getitem__))
     return sorted(kept)
+
+
+def drawable(value: float) -> bool:
+    """Whether a value has a place on an axis."""
+    return value == 0 or TINIEST < abs(value) < HUGEST
 
 
 def window(length: int) -> int:
@@ -135,10 +144,10 @@ def window(length: int) -> int:
 
 
 def smooth(values: Sequence[float], width: int) -> list[float]:
-    """Means over a centred window, which shrinks towards both ends so that it stays centred."""
+    """Means over a centred window: narrower towards the start, where values change fast, one-sided at the end."""
     sums = list(accumulate(values, initial=0.0))
-    reach = [min(width // 2, index, len(values) - 1 - index) for index in range(len(values))]
-    return [(sums[at + each + 1] - sums[at - each]) / (2 * each + 1) for at, each in enumerate(reach)]
+    spans = [(max(0, at - width // 2), min(len(values), at + min(width // 2, at) + 1)) for at in range(len(values))]
+    return [(sums[high] - sums[low]) / (high - low) for low, high in spans]
 
 
 def short(value: float) -> str:
@@ -153,11 +162,14 @@ def curve(what: Curve) -> str:
     tall = " tall" if what.tall else ""
     title = f"<h3>{escape(what.title)}</h3>"
     if not what.values:
-        return f'<figure class="curve{tall}"><figcaption>{title}</figcaption><p class="none">Nothing recorded.</p></figure>'
+        nothing = '<p class="none">Nothing recorded.</p>'
+        return f'<figure class="curve{tall}"><figcaption>{title}</figcaption>{nothing}</figure>'
     across, up = _across(what), _up(what)
     read = thin(what.values) if len(what.values) > 1 else [0, 0]
-    last, least = what.values[-1], min(what.values)
-    said = f"last {short(last)}, lowest {short(least)}, highest {short(max(what.values))}"
+    ends = {"last": what.values[-1], "lowest": min(what.values), "highest": max(what.values)}
+    said = ", ".join(
+        f"{name} {short(value)}" for name, value in ends.items() if name == "last" or value != ends["last"]
+    )
     steps = " ".join(f"{what.steps[index]:,}" for index in read)
     values = " ".join(short(what.values[index]) for index in read)
     return (
@@ -175,8 +187,10 @@ def curve(what: Curve) -> str:
 
 def linear(low: float, high: float, most: int = 5) -> Scale:
     """A scale between round numbers, with a tick at each end."""
-    if low == high:
-        low, high = (low, low + 1) if low == 0 else (low - abs(low) / 10, high + abs(high) / 10)
+    size = max(abs(low), abs(high))
+    if high - low <= 1e-12 * size:
+        # Nothing but rounding between them: a level, drawn in the middle.
+        low, high = (low - size / 10, high + size / 10) if size else (0.0, 1.0)
     step = _round_step((high - low) / (most - 1))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     ticks = [each * step for each in range(first, last + 1)]
@@ -202,7 +216,7 @@ def _across(what: Curve) -> Scale:
     low, high = what.steps[0], what.steps[-1]
     if low == high:
         return Scale(low - 0.5, high + 0.5, False, [(low, _tick(low, 1))])
-    step = max(1.0, _round_step((high - low) / 5))
+    step = max(1.0, _round_step((high - low) / 6, (1, 2, 2.5, 5, 10) if high - low >= 60 else (1, 2, 5, 10)))
     ticks = [each * step for each in range(math.ceil(low / step), math.floor(high / step) + 1)]
     return Scale(low, high, False, [(tick, _tick(tick, step)) for tick in ticks])
 
@@ -210,24 +224,25 @@ def _across(what: Curve) -> Scale:
 def _up(what: Curve) -> Scale:
     every = [*what.values, *(value for marks in what.marks for value in marks.values)]
     low, high = min(every), max(every)
-    if what.log and low > 0 and high / low > LOG_FROM:
+    if what.log and low > TINIEST and high / low > LOG_FROM:
         return logarithmic(low, high)
     return linear(min(low, 0.0) if what.from_zero else low, max(high, 0.0) if what.from_zero else high)
 
 
-def _round_step(least: float) -> float:
+def _round_step(least: float, factors: Sequence[float] = (1, 2, 5, 10)) -> float:
     power = 10.0 ** math.floor(math.log10(least))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
+    return next(factor * power for factor in factors if factor * power >= least * (1 - 1e-9))
 
 
 def _tick(value: float, step: float) -> str:
     if abs(value) < step / 2:
         return "0"
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size and (size > 1e3 or abs(value) >= 1e4):
+    for least, size, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if least <= abs(value) < 1e12:
             return f"{value / size:.6g}{letter}"
-    if abs(value) < 1e-3:
-        return _plain_exponent(f"{float(f'{value:.3g}'):e}".replace(".000000", "").replace("00000e", "e"))
+    if step < 1e-4 or abs(value) >= 1e12:
+        digits, exponent = f"{value:.2e}".split("e")
+        return f"{float(digits):g}e{int(exponent)}"
     return f"{value:,.{max(0, -math.floor(math.log10(step) + 1e-9))}f}"
 
 
@@ -247,18 +262,18 @@ def _axes(across: Scale, up: Scale, what: Curve) -> str:
         parts.append(f'<text x="-8" y="{y}" dy="4" text-anchor="end">{label}</text>')
     parts.append('<line class="axis" x1="0" x2="100%" y1="100%" y2="100%"/>')
     for value, label in across.ticks:
-        x = _percent(across(value))
-        parts.append(f'<line class="axis" x1="{x}" x2="{x}" y1="100%" y2="100%" transform="translate(0 0)"/>')
-        parts.append(f'<text x="{x}" y="100%" dy="16" text-anchor="middle">{label}</text>')
+        parts.append(
+            f'<svg x="{_percent(across(value))}" y="100%" overflow="visible"><path class="axis" d="M0 0v4"/>'
+            f'<text y="17" text-anchor="middle">{label}</text></svg>'
+        )
     name = escape(what.title[:1].lower() + what.title[1:]) + (" (log)" if up.log else "")
-    parts.append(f'<text x="-40" y="-14">{name}</text>')
-    parts.append('<text x="100%" y="100%" dy="-6" text-anchor="end">step</text>')
+    parts.append(f'<text x="-48" y="-14">{name}</text>')
+    parts.append('<text x="-8" y="100%" dy="17" text-anchor="end">step</text>')
     return "".join(parts)
 
 
 def _lines(what: Curve, across: Scale, up: Scale, read: list[int]) -> str:
-    light = "raw" if what.trend else "trend"
-    parts = [_line(f'{light}" data-read="', what.steps, what.values, read, across, up)]
+    parts = [_line("values faint" if what.trend else "values", what.steps, what.values, read, across, up)]
     if what.trend:
         parts.append(_line("trend", what.steps, what.trend, thin(what.trend), across, up))
     return "".join(parts)
@@ -276,15 +291,16 @@ def _marks(marks: Marks, index: int, across: Scale, up: Scale) -> str:
         step, value = marks.steps[each], marks.values[each]
         parts.append(
             f'<svg x="{_percent(across(step))}" y="{_percent(1 - up(value))}" overflow="visible">'
-            f'<path class="{kind}" d="{outline}"><title>{escape(marks.name)}, step {step:,}: {short(value)}</title></path></svg>'
+            f'<path class="{kind}" d="{outline}">'
+            f"<title>{escape(marks.name)}, step {step:,}: {short(value)}</title></path></svg>"
         )
     return "".join(parts)
 
 
 def _legend(what: Curve) -> str:
     keys = []
-    if what.trend:
-        keys.append(('<path class="raw" d="M0 5h18"/>', "each step"))
+    if what.trend_name:
+        keys.append(('<path class="values faint" d="M0 5h18"/>', "each step"))
         keys.append(('<path class="trend" d="M0 5h18"/>', what.trend_name))
     for index, marks in enumerate(what.marks):
         outline, kind = _SHAPES[index % len(_SHAPES)]

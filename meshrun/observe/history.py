@@ -19,6 +19,7 @@ from typing import Any
 
 from meshrun.config import RunDirectory
 from meshrun.errors import UserError
+from meshrun.observe.drawing import drawable
 from meshrun.observe.events import Event
 
 TIMED_STEPS = 20_000
@@ -97,7 +98,8 @@ class Track:
         if event.get("kind") == "step":
             if self.steps and step <= self.steps[-1]:
                 again = bisect_left(self.steps, step)
-                for column in (self.steps, *self.columns.values()):
+                del self.steps[again:]
+                for column in self.columns.values():
                     del column[again:]
                 self.evals = {at: event for at, event in self.evals.items() if at < step}
             self.steps.append(step)
@@ -107,8 +109,8 @@ class Track:
             self.evals[step] = event
 
     def series(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values, less what is missing or not finite."""
-        pairs = [pair for pair in zip(self.steps, self.columns[name], strict=True) if math.isfinite(pair[1])]
+        """Steps and values, less what is missing or cannot be drawn."""
+        pairs = [pair for pair in zip(self.steps, self.columns[name], strict=True) if drawable(pair[1])]
         return [step for step, _ in pairs], [value for _, value in pairs]
 
 
@@ -173,9 +175,10 @@ def read(run: Path) -> History:
     if not files and not (run / "config.json").is_file():
         what = "does not exist" if not run.exists() else "holds neither config.json nor events/rank-00000.jsonl"
         raise UserError(f"{run} is no run directory: it {what}; give one that a run has made, such as runs/digits-1")
-    track, ranks = Track(), []
-    for number, path in sorted(files.items()):
-        rank = Rank(number)
+    track = Track()
+    ranks: list[Rank] = []
+    for each, path in sorted(files.items()):
+        rank = Rank(each)
         every = 1 if not ranks else max(1, path.stat().st_size // (BYTES_A_STEP * TIMED_STEPS))
         for event in _events(path, every):
             rank.add(event)
@@ -189,20 +192,25 @@ def read(run: Path) -> History:
 
 
 def _events(path: Path, every: int) -> Iterator[Event]:
-    """The events of a file, only one in `every` of its steps. What is no event, as after a crash, is passed over."""
-    seen = 0
+    """The events of a file, of its steps one in `every` and the last; what is no event, after a crash, is left out."""
+    seen, passed = 0, b""
     with path.open("rb") as file:
         for line in file:
             if every > 1 and b'"kind": "step"' in line:
-                seen += 1
+                seen, passed = seen + 1, line
                 if seen % every != 1:
                     continue
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(event, dict):
-                yield event
+            yield from _event(line)
+    if every > 1 and seen % every != 1:
+        yield from _event(passed)
+
+
+def _event(line: bytes) -> list[Event]:
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return []
+    return [event] if isinstance(event, dict) else []
 
 
 def _document(path: Path) -> dict[str, Any]:
@@ -214,7 +222,7 @@ def _document(path: Path) -> dict[str, Any]:
 
 
 def _from_result(track: Track, result: dict[str, Any]) -> None:
-    losses, norms = result.get("losses") or [], result.get("grad_norms") or []
+    losses, norms = (result[name] if isinstance(result.get(name), list) else [] for name in ("losses", "grad_norms"))
     for index, loss in enumerate(losses):
         norm = norms[index] if index < len(norms) else None
         track.add({"kind": "step", "step": index + 1, "loss": loss, "grad_norm": norm})
@@ -258,8 +266,8 @@ def number(value: Any, otherwise: float = math.nan) -> float:
 
 
 def whole(value: Any) -> int:
-    number = number(value)
-    return int(number) if math.isfinite(number) else 0
+    found = number(value)
+    return int(found) if math.isfinite(found) else 0
 
 
 def cut(value: Any, most: int = MOST_TEXT) -> str:

@@ -10,20 +10,17 @@ from __future__ import annotations
 import json
 import math
 import os
-from array import array
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from meshrun.config import RunDirectory
 from meshrun.errors import UserError
 from meshrun.observe import drawing
-from meshrun.observe.drawing import Curve, Marks, curve, short, smooth, window
-from meshrun.observe.events import Event
+from meshrun.observe.drawing import Curve, Marks, curve, drawable, short, smooth, window
+from meshrun.observe.history import Failure, History, Rank, Track, cut, number, read, table, whole
 
 MOST_ROWS = 60
 MOST_FAILURES = 8
@@ -45,33 +42,36 @@ section { margin-top: clamp(2.25rem, 5vw, 3.5rem); }
 .origin, .none, .aside { color: var(--muted); font-size: .875rem; overflow-wrap: anywhere; }
 .origin { margin: .625rem 0 0; }
 .none, .aside { margin: .5rem 0; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(8.5rem, 1fr)); gap: 1.5rem 1.25rem; margin: 0;
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(7rem, 1fr)); gap: 1.5rem 1.25rem; margin: 0;
   padding: 1.5rem 0; border: solid var(--line); border-width: 1px 0; }
 .figures dt, .figures .under { color: var(--muted); font-size: .8125rem; }
 .figures dd { margin: 0; overflow-wrap: anywhere; }
 .figures .value { font-size: 1.375rem; font-weight: 600; line-height: 1.35; font-variant-numeric: tabular-nums; }
-.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(18rem, 100%), 1fr)); gap: 1.5rem 2rem;
+.curves { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(15rem, 100%), 1fr)); gap: 1.5rem 2rem;
   margin-top: 1.5rem; }
 .wide { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .875rem; font-variant-numeric: tabular-nums; }
 th, td { padding: .4375rem 1.75rem .4375rem 0; border-bottom: 1px solid var(--line); text-align: left;
   vertical-align: baseline; white-space: nowrap; }
 th { color: var(--muted); font-weight: 500; }
+@media (max-width: 40rem) { th, td { padding-right: 1rem; } table { font-size: .8125rem; } }
 .number { text-align: right; }
 .tag { color: var(--accent); font-weight: 500; }
-.config td { white-space: normal; overflow-wrap: anywhere; font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace;
-  font-size: .8125rem; }
+.config td { white-space: normal; overflow-wrap: anywhere; font-size: .8125rem;
+  font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
 .failure { margin-top: 1.5rem; padding: 1rem 1.25rem; background: var(--tint); border-left: 3px solid var(--bad);
   break-inside: avoid; }
 .failure h2 { margin: 0; color: var(--bad); font-size: .9375rem; }
 .failure p { margin: .375rem 0 0; overflow-wrap: anywhere; white-space: pre-line; }
-pre { margin: .75rem 0 0; overflow-x: auto; color: var(--muted); font-size: .8125rem; line-height: 1.45;
+pre { margin: .75rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere; color: var(--muted); font-size: .8125rem;
   font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
 .notes { margin: 0; padding-left: 1.125rem; }
 .notes li { overflow-wrap: anywhere; }
 summary { cursor: pointer; font-size: 1.125rem; font-weight: 600; }
+summary.aside { font-size: .875rem; font-weight: 500; }
 details > .wide { margin-top: 1rem; }
-@media print { main { max-width: none; padding: 0; } pre { white-space: pre-wrap; } tr { break-inside: avoid; }
+@media print { :root { font-size: 12px; } main { max-width: none; padding: 0; } .wide { overflow: visible; }
+  tr { break-inside: avoid; } h2, summary { break-after: avoid; }
   details::details-content { content-visibility: visible; display: block; } }
 """
 
@@ -92,13 +92,14 @@ def write_report(run: Path) -> Path:
 
 def _page(history: History) -> str:
     failures, rest = _failure_parts(history.failures), [_figures(history), _curves(history), _evaluations(history)]
-    parts = [failures, *rest, _ranktable(history.ranks), _notes(history.ranks), _configuration(history.config)]
-    headline = _headline(history)
+    parts = [failures, *rest, _rank_table(history.ranks), _notes(history.ranks), _configuration(history.config)]
+    # A number and its unit stay on one line.
+    headline = re.sub(r"(?<=\d) (?=(?:s|min|h|%)(?: |$))", "&nbsp;", escape(_headline(history)))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(history.name)}</title>\n<style>{STYLE}{drawing.STYLE}</style></head>\n<body><main>"
-        f"<header><h1>{escape(headline)}</h1>{_origin(history)}</header>\n"
+        f"<header><h1>{headline}</h1>{_origin(history)}</header>\n"
         + "\n".join(part for part in parts if part)
         + f"\n</main><script>{drawing.SCRIPT}</script></body></html>\n"
     )
@@ -218,7 +219,7 @@ def _curves(history: History) -> str:
         steps,
         losses,
         smooth(losses, width) if width > 1 else (),
-        f"mean of {width:,} steps",
+        f"mean of {width:,} steps" if width > 1 else "",
         _eval_marks(track),
         log=True,
         tall=True,
@@ -249,7 +250,7 @@ def _eval_marks(track: Track) -> list[Marks]:
     last = track.steps[-1] if track.steps else 0
     for step, event in sorted(track.evals.items()):
         for name, scores in table(event["scores"]).items():
-            if math.isfinite(scores.get("loss", math.nan)) and track.steps and track.steps[0] <= step <= last:
+            if drawable(scores.get("loss", math.nan)) and track.steps and track.steps[0] <= step <= last:
                 steps, losses = found.setdefault(name, ([], []))
                 steps.append(step)
                 losses.append(scores["loss"])
@@ -263,8 +264,7 @@ def _evaluations(history: History) -> str:
     if not evals:
         return ""
     best = _best_step(history.track)
-    shown = [step for step in _spread(list(evals), MOST_ROWS)] + ([best] if best is not None else [])
-    rows = sorted(set(shown))
+    rows = sorted({*_spread(list(evals), MOST_ROWS), *([] if best is None else [best])})
     names = list(dict.fromkeys(name for scores in evals.values() for name in scores))
     columns = {
         name: list(
@@ -304,7 +304,7 @@ def _evaluations(history: History) -> str:
     )
 
 
-def _ranktable(ranks: list[Rank]) -> str:
+def _rank_table(ranks: list[Rank]) -> str:
     if not ranks:
         return ""
     timed = sorted((rank for rank in ranks if rank.steps), key=lambda rank: rank.step_time)
@@ -354,8 +354,8 @@ def _configuration(document: dict[str, Any]) -> str:
     asked, came = _flat(document.get("config", document)), _flat(document.get("resolved") or {})
     names = list(dict.fromkeys([*asked, *came]))[:300]
     body = "".join(
-        f"<tr><td>{escape(cut(name, 80))}</td><td>{escape(cut(asked.get(name, ''), 200))}</td>"
-        f"<td>{escape(cut(came.get(name, ''), 200))}</td></tr>"
+        f"<tr><td>{escape(cut(name, 80))}</td><td>{escape(cut(asked.get(name, ''), 200)) or '—'}</td>"
+        f"<td>{escape(cut(came.get(name, ''), 200)) or '—'}</td></tr>"
         for name in names
     )
     head = '<th scope="col">name</th><th scope="col">asked for</th><th scope="col">came to</th>'
@@ -417,7 +417,7 @@ def _column(name: str, values: list[float]) -> list[str]:
     if _is_share(name, values):
         return [f"{100 * value:.2f} %" if math.isfinite(value) else "—" for value in values]
     least = min((abs(value) for value in values if value and math.isfinite(value)), default=1.0)
-    decimals = max(0, 2 - math.floor(math.log10(least)))
+    decimals = max(0, 3 - math.floor(math.log10(least)))
     return [
         "—" if math.isnan(value) else f"{value:,.{decimals}f}" if decimals < 8 else f"{value:.3e}" for value in values
     ]

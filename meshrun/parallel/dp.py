@@ -24,13 +24,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshrun.mesh import Here
 
-
 # Ranks agree on running statistics before they are used, not in every forward pass. torch 2.13 renamed the switch.
-_KEEP_BUFFERS = (
-    "forward_sync_buffers"
-    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
-    else "broadcast_buffers"
-)
+_SWITCHES = inspect.signature(DistributedDataParallel.__init__).parameters
+_KEEP_BUFFERS: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _SWITCHES else "broadcast_buffers": False
+}
 
 
 def apply(model: nn.Module, here: Here) -> Replicated:
@@ -81,9 +79,9 @@ class Replicated:
                 self.model,
                 process_group=self._group(),
                 init_sync=False,
-                **{_KEEP_BUFFERS: False},
                 gradient_as_bucket_view=True,
                 find_unused_parameters=not all(used),
+                **_KEEP_BUFFERS,
             )
 
     def agree_on_buffers(self) -> None:
