@@ -10,7 +10,9 @@ if not. After that `here` is all that the rest of meshrun knows about other rank
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -137,6 +139,7 @@ def start() -> Here:
     global _here
     if _here is None:
         _here = _meet(_meeting)
+        atexit.register(_finish_at_exit)
     return _here
 
 
@@ -146,6 +149,12 @@ def finish() -> None:
     if _here is not None and _here.mesh is not None and dist.is_initialized():
         dist.destroy_process_group()
     _here = None
+
+
+def _finish_at_exit() -> None:
+    """Leave for a program that has come to its end; one that failed may have left others waiting, so it just goes."""
+    if getattr(sys, "last_value", None) is None:
+        finish()
 
 
 def _meet(meeting: Meeting) -> Here:

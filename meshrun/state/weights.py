@@ -34,7 +34,7 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, about: Mapping[str, Any
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A name to write to; what was written is flushed and renamed, so that the file is the old or the new one, whole."""
+    """A name to write to; what was written is flushed and renamed: the file is the old or the new one, whole."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
