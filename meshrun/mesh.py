@@ -216,7 +216,7 @@ def choose_device(world: World, device: str, backend: str) -> torch.device:
 
 def too_few_gpus(ranks: int, gpus: int, host: str) -> str:
     return (
-        f"{host} shows {gpus} GPU{'s' * (gpus != 1)} but {ranks} ranks are to run there; "
+        f"{host} shows {gpus} GPU{'s' * (gpus != 1)} but {ranks} rank{'s are' if ranks > 1 else ' is'} to run there; "
         f"start at most one rank a GPU (--procs), or use --device cpu"
     )
 

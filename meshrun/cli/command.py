@@ -98,7 +98,7 @@ def _from_file(path: Path, options: dict[str, Option]) -> dict[str, Any]:
     for name in values:
         if name not in options:
             raise UserError(f"{path} sets {name!r}, which is no option of this target (--config)")
-    return {name: options[name].from_document(value) for name, value in values.items()}
+    return {name: options[name].from_document(value) for name, value in values.items() if value is not None}
 
 
 def _target_in(words: list[str]) -> str | None:

@@ -19,6 +19,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import meshrun
 from meshrun import mesh
 from meshrun.cli.target import Target, find, make
@@ -34,6 +36,10 @@ from meshrun.train.loop import Trainer
 from meshrun.world import detect
 
 Tell = Callable[[Event], None]
+
+
+_NOT_THE_USERS = (str(Path(meshrun.__file__).parent), str(Path(torch.__file__).parent), "<frozen")
+"""Where lines of a traceback come from that say nothing to the user."""
 
 
 class Recorder:
@@ -221,8 +227,6 @@ def override(experiment: Experiment, config: RunConfig) -> tuple[Experiment, flo
 
 
 def _resolved(trainer: Trainer) -> dict[str, Any]:
-    import torch
-
     experiment, here = trainer.experiment, trainer.here
     names = ("batch", "micro", "seed", "clip", "precision", "epochs")
     return {
@@ -256,8 +260,10 @@ def _print_to(log: Path) -> None:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
-def _last_lines(error: BaseException, most: int = 6) -> list[str]:
-    """Where it happened, the innermost calls last, and the notes on it."""
-    frames = traceback.extract_tb(error.__traceback__)[-most:]
+def _last_lines(error: BaseException, most: int = 4) -> list[str]:
+    """Where it happened in the user's own program, the innermost call last, and the notes on it."""
+    frames = list(traceback.extract_tb(error.__traceback__))
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    frames = (own or frames)[-most:]
     where = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
     return [*where, *getattr(error, "__notes__", [])]

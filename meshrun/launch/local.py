@@ -66,10 +66,13 @@ def launch(job: Job) -> list[Failure]:
     """Run the job to its end; returns the ranks that failed, first one first, and nothing if all went well."""
     if job.port:
         _refuse_used(job.port)
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     from torch.distributed.elastic.multiprocessing import SignalException
 
     agent = _agent(job)
+    # Its modules set their own levels when they are imported, so each has to be told.
+    for name in logging.root.manager.loggerDict:
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         result = agent.run()
     except SignalException as stopped:

@@ -32,7 +32,8 @@ class FirstFailure:
         if self.by_user:
             return self.sentence
         shown = "".join(f"\n    {line}" for line in self.lines)
-        return f"{self.sentence}{shown}\n    log: {self.log}"
+        log = f"\n    log: {self.log}" if self.log.exists() else ""
+        return f"{self.sentence}{shown}{log}"
 
 
 def first_failure(run: RunDirectory, ended: Mapping[int, str], host: str) -> FirstFailure:

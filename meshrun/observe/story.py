@@ -47,7 +47,9 @@ class Story:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._progress.stop()
+        if self._task is not None:
+            if self._task is not None:
+            self._progress.stop()
 
     def say(self, line: str) -> None:
         """A line of the user's own program, above the bar."""

@@ -51,7 +51,7 @@ class Stepper:
         own = sums
         if not data.batches:
             reduction = here.sum(sums)
-        with here.waiting(f"the gradients of step {data.step}"):
+        with here.waiting(f"the gradients of step {data.step + 1}"):
             for number, batch in enumerate(data.batches):
                 last = number == len(data.batches) - 1
                 with self.placed.accumulating(reduce=last):
