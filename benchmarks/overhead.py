@@ -7,7 +7,8 @@ Two CPU ranks, bound to one core each with one thread, train the digits model on
 the same two processes and on one gloo group. Each side is written as its own documentation shows it and holds a model
 and an optimizer of its own; they take turns, `--steps` updates at a time, in an order that is drawn anew every round.
 A ratio is the median over rounds of (this side's samples/s / the other's in the same round), so that a machine that
-is slower for some seconds is so for all sides. CPU time is that of both ranks with all their threads.
+is slower for some seconds is so for all sides. CPU time is that of both ranks with all their threads. Other work on
+the same cores still widens the quartiles: `load_before` says whether the machine was idle.
 
 - bare DDP is DistributedSampler, DataLoader, DDP and the optimizer as the PyTorch tutorials write them, nothing else.
 - bare DDP + fused differs in `fused=True`: meshrun turns that on by itself, so this row says how much of a difference
@@ -34,11 +35,12 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -93,6 +95,7 @@ def parsed() -> argparse.Namespace:
 
 def launched(folder: Path) -> dict[str, Any] | None:
     """Start the ranks as `meshrun run` does, its story on the terminal included; returns what rank 0 has measured."""
+    load = os.getloadavg()[0]
     os.environ["OMP_NUM_THREADS"] = "1"
     run = RunDirectory.create(RunConfig("digits", procs=RANKS, runs=folder))
     job = Job([__file__, *sys.argv[1:], "--rank", str(run.path)], RANKS)
@@ -102,12 +105,13 @@ def launched(folder: Path) -> dict[str, Any] | None:
         print(f"rank {failures[0].rank} {failures[0].how}; what it wrote is above", file=sys.stderr)
         return None
     result: dict[str, Any] = json.loads((run.path / "result.json").read_text())
+    result["setting"]["load_before"] = load
     return result
 
 
 def work(options: argparse.Namespace, run: RunDirectory) -> None:
     """One of the two ranks: prepare all sides, let them take turns, compare."""
-    die_with_launcher()
+    die_with_launcher(os.getppid())
     os.dup2(2, 1)  # libraries greet on standard output, which is for the result
     os.sched_setaffinity(0, {min(share(granted(), int(os.environ["LOCAL_RANK"]), RANKS, topology()))})
     mesh.use(mesh.Meeting(device="cpu", threads=1, runs=run.path))
@@ -137,15 +141,11 @@ class Side(NamedTuple):
 
 @dataclass(frozen=True)
 class Task:
-    """What all sides train. They get the same initial weights, and the peers the batch of one rank."""
+    """What all sides train, from the same initial weights."""
 
     batch: int
     kind: str
     steps: int
-
-    @property
-    def batch_of_rank(self) -> int:
-        return self.batch // RANKS
 
     def data(self) -> Any:
         """The training digits, cut so that every batch of every side is full."""
@@ -181,7 +181,7 @@ def bare(task: Task, fused: bool | None = None) -> Side:
     """https://docs.pytorch.org/tutorials/beginner/ddp_series_multigpu.html"""
     mesh.start()
     data = task.data()
-    loader: Any = DataLoader(data, batch_size=task.batch_of_rank, sampler=DistributedSampler(data))
+    loader: Any = DataLoader(data, batch_size=task.batch // RANKS, sampler=DistributedSampler(data))
     model = DistributedDataParallel(task.net())
     return Side(model, loop(model, task.optimizer(model.parameters(), fused), loader, Tensor.backward))
 
@@ -194,7 +194,7 @@ def fabric(task: Task) -> Side:
     fabric.launch()
     net = task.net()
     model, optimizer = fabric.setup(net, task.optimizer(net.parameters()))
-    own: Any = DataLoader(task.data(), batch_size=task.batch_of_rank, shuffle=True)
+    own: Any = DataLoader(task.data(), batch_size=task.batch // RANKS, shuffle=True)
     loader: Any = fabric.setup_dataloaders(own)
     refuse_other_world(FABRIC, fabric.world_size, model._forward_module, len(own), len(loader))
     return Side(model, loop(model, optimizer, loader, fabric.backward))
@@ -205,7 +205,7 @@ def accelerate(task: Task) -> Side:
     from accelerate import Accelerator
 
     accelerator, net = Accelerator(cpu=True), task.net()
-    own: Any = DataLoader(task.data(), batch_size=task.batch_of_rank, shuffle=True)
+    own: Any = DataLoader(task.data(), batch_size=task.batch // RANKS, shuffle=True)
     model, optimizer, loader = accelerator.prepare(net, task.optimizer(net.parameters()), own)
     refuse_other_world(ACCELERATE, accelerator.num_processes, model, len(own), len(loader))
     return Side(model, loop(model, optimizer, loader, accelerator.backward))
@@ -277,7 +277,8 @@ def summary(rounds: list[dict[str, Turn]], options: argparse.Namespace) -> dict[
 
     def rows() -> Iterator[dict[str, Any]]:
         for side in (BARE, FUSED, FABRIC, ACCELERATE, MESHRUN):
-            low, middle, high = quartiles([turns[BARE].seconds / turns[side].seconds for turns in rounds])
+            ratios = [turns[BARE].seconds / turns[side].seconds for turns in rounds]
+            low, middle, high = np.percentile(ratios, (25, 50, 75)).tolist()
             yield {
                 "side": side,
                 "samples_per_s": statistics.median(samples / turns[side].seconds for turns in rounds),
@@ -299,21 +300,20 @@ def summary(rounds: list[dict[str, Turn]], options: argparse.Namespace) -> dict[
     }
 
 
-def quartiles(values: list[float]) -> tuple[float, float, float]:
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    return low, middle, high
-
-
 def show(result: dict[str, Any], console: Console) -> None:
     columns = ("side", "samples/s", "vs bare (quartiles)", "CPU ms/sample", "vs bare", "loss")
-    table = Table(*columns, caption=", ".join(f"{name} {value}" for name, value in result["setting"].items()))
+    table = Table(*(Column(name, no_wrap=True) for name in columns), box=None, pad_edge=False)
     for row in result["rows"]:
         low, high = row["vs_bare_quartiles"]
         speed = (f"{row['samples_per_s']:,.0f}", f"{row['vs_bare']:.3f} ({low:.3f}-{high:.3f})")
         cpu = (f"{row['cpu_ms_per_sample']:.4f}", f"{row['cpu_vs_bare']:.3f}")
         table.add_row(row["side"], *speed, *cpu, f"{row['loss']:.3f}")
     console.print(table)
-    console.print(*(f"{name} {value:.3f}" for name, value in result["ratios"].items()), sep="   ", highlight=False)
+    for about in (result["ratios"], result["setting"]):
+        pairs = (
+            f"{name} {value:.3f}" if isinstance(value, float) else f"{name} {value}" for name, value in about.items()
+        )
+        console.print(*pairs, sep=", ", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The two ways in which meshrun gives up, as sentences and not as tracebacks.
+"""The ways in which meshrun gives up, as sentences and not as tracebacks.
 
 The ground floor of the house: every room may import it, it imports nothing.
 
@@ -10,6 +10,10 @@ from __future__ import annotations
 
 class UserError(Exception):
     """What the user gave cannot work: one sentence, exit status 2."""
+
+
+class SharedError(UserError):
+    """A UserError that all ranks of a job meet alike: rank 0 says it for all."""
 
 
 class RunFailed(Exception):

@@ -11,11 +11,11 @@ if not. After that `here` is all that the rest of meshrun knows about other rank
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore
 
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.layout import AXES, Layout, parse
 from meshrun.world import World, detect
 from meshrun.world.cores import granted, share, topology
@@ -102,7 +102,7 @@ class Here:
             dist.all_gather_object(values, value)
         return values
 
-    @contextmanager
+    @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
         """Turn the collectives' own errors into a sentence that says what was waited for."""
         began = time.monotonic()
@@ -110,6 +110,9 @@ class Here:
             yield
         except RuntimeError as error:
             text = str(error).lower()
+            # gloo raises plain RuntimeErrors, which name its source files; others may be the user's own.
+            if not isinstance(error, dist.DistError) and "gloo" not in text and "nccl" not in text:
+                raise
             me = f"rank {self.rank} on {self.world.host}"
             if "timed out" in text or "timeout" in text:
                 waited = time.monotonic() - began
@@ -147,22 +150,29 @@ def finish() -> None:
     """Leave the mesh; without others to leave, nothing happens."""
     global _here
     if _here is not None and _here.mesh is not None and dist.is_initialized():
+        # A rank that goes while another still reads its last message can take that one down with it.
+        with _here.waiting("all ranks to finish"):
+            dist.all_reduce(torch.zeros(1))
         dist.destroy_process_group()
+        # Threads of the group may be about to give Python objects back. In an interpreter that is ending they would
+        # abort the process, so let them have this one first.
+        time.sleep(0.05)
     _here = None
 
 
 def _finish_at_exit() -> None:
     """Leave for a program that has come to its end; one that failed may have left others waiting, so it just goes."""
     if getattr(sys, "last_value", None) is None:
-        finish()
+        with contextlib.suppress(RuntimeError, RunFailed):
+            finish()
 
 
 def _meet(meeting: Meeting) -> Here:
     joined = dist.is_initialized()
     world = _world_of_group() if joined else detect(os.environ)
-    layout = parse(meeting.layout).resolve(world.size, ranks_per_node=world.local_size)
-    refuse_unbuilt(layout)
+    layout = _layout_of(world, meeting.layout)
     device = choose_device(world, meeting.device, meeting.backend)
+    backend = _backend(device, meeting.backend)
     _use_cores(world, meeting.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -171,7 +181,7 @@ def _meet(meeting: Meeting) -> Here:
     if not joined:
         store = _all_arrived(world, _store(world, meeting), _place_of(world, device, meeting.backend), meeting.timeout)
         dist.init_process_group(
-            _backend(device, meeting.backend),
+            backend,
             store=store,
             rank=world.rank,
             world_size=world.size,
@@ -182,6 +192,15 @@ def _meet(meeting: Meeting) -> Here:
             withdraw(meeting.runs, world.job, world.attempt)
     shape = tuple(layout.degree(axis) for axis in AXES)
     return Here(world, layout, device, init_device_mesh(device.type, shape, mesh_dim_names=AXES), meeting.timeout)
+
+
+def _layout_of(world: World, text: str) -> Layout:
+    try:
+        layout = parse(text).resolve(world.size, ranks_per_node=world.local_size)
+        refuse_unbuilt(layout)
+    except UserError as error:
+        raise SharedError(str(error)) from error
+    return layout
 
 
 def refuse_unbuilt(layout: Layout) -> None:
@@ -301,7 +320,7 @@ def _all_arrived(world: World, store: Store, place: str, timeout: float) -> Stor
             f"rank {world.rank} on {world.host} waited {timeout:.0f} s for {who} of {world.size} to arrive (--timeout)"
         ) from error
     if verdict := store.get("verdict").decode():
-        raise UserError(verdict)
+        raise SharedError(verdict)
     return store
 
 

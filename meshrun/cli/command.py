@@ -136,11 +136,12 @@ def _help(target: Target | None) -> str:
 def _app(help: str, panels: list[tuple[str, list[Option]]], passes_on: bool, call: Callable[..., Any]) -> typer.Typer:
     """A typer application of one command with these options; `call` gets what was given and what was left."""
 
-    def command(context: typer.Context, **given: Any) -> None:
-        call({name: _flat(value) for name, value in given.items()}, list(context.args))
+    def command(_context: typer.Context, **given: Any) -> None:
+        call({name: _flat(value) for name, value in given.items()}, list(_context.args))
 
     kind = inspect.Parameter.KEYWORD_ONLY
-    parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    # With an underscore, since an experiment function may well have a parameter called context.
+    parameters = [inspect.Parameter("_context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     for panel, options in panels:
         for option in options:
             annotation = _annotation(option, panel)

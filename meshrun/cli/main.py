@@ -5,9 +5,11 @@ Exit status: 0 when it worked, 2 for what the user gave, 1 for what failed. `--d
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -17,12 +19,14 @@ import typer
 from meshrun import __version__
 from meshrun.cli.command import invoke, parse_run
 from meshrun.cli.target import recipes
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.world import detect
+
+PATIENCE = 3.0
+"""Seconds that a rank with nothing to say waits for the one that has."""
 
 app = typer.Typer(
     add_completion=False,
-    no_args_is_help=True,
     help="Starts training: the same model to the same losses on one device or a thousand.",
 )
 
@@ -58,12 +62,13 @@ def main(argv: list[str] | None = None) -> NoReturn:
     try:
         status = _dispatch(words)
     except (UserError, RunFailed) as error:
-        status = _give_up(error, str(error), as_json, debug)
+        by_rank_0 = isinstance(error, SharedError) and detect(os.environ).rank != 0
+        status = _give_up(error, "" if by_rank_0 else str(error), as_json, debug)
     except KeyboardInterrupt as error:
         status = _give_up(error, "stopped by CTRL-C", as_json, debug=False)
     except Exception as error:
         usage = getattr(error, "format_message", None)
-        wrong = UserError(" ".join(usage().split())) if usage is not None else error
+        wrong = UserError(_of_usage(error, usage())) if usage is not None else error
         status = _give_up(wrong, str(wrong) or type(error).__name__, as_json, debug or usage is None)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -75,24 +80,27 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 def _dispatch(words: list[str]) -> int:
     match words:
-        case ["rank", folder]:
+        case ["rank", folder, launcher]:
             from meshrun.cli.rank import rank_command
 
-            rank_command(Path(folder))
+            rank_command(Path(folder), int(launcher))
         case ["run", *rest]:
             return _run(rest)
         case _:
-            return int(invoke(app, words) or 0)
+            return int(invoke(app, words or ["--help"]) or 0)
     return 0
 
 
 def _run(words: list[str]) -> int:
+    # Reading the options imports the user's file, which may print.
+    keeps_stdout = "--json" in words and "--help" not in words
     try:
-        asked = parse_run(words)
+        with contextlib.redirect_stdout(sys.stderr) if keeps_stdout else contextlib.nullcontext():
+            asked = parse_run(words)
     except Exception:
         # All ranks were given the same words, so one of them says what is wrong with them.
         if detect(os.environ).rank != 0:
-            return 2
+            raise UserError("") from None
         raise
     if asked is None:
         return 0
@@ -103,7 +111,7 @@ def _run(words: list[str]) -> int:
         return 0
     if asked.as_json:
         print(json.dumps(result))
-    else:
+    elif asked.target.entry is not None:
         _summary(result)
     return 0
 
@@ -118,13 +126,22 @@ def _summary(result: dict[str, Any]) -> None:
     print(f"report: {result['run']}/report.html")
 
 
+def _of_usage(error: Exception, text: str) -> str:
+    """What typer says of the words, on one line, and where the right ones are found."""
+    command = getattr(getattr(error, "ctx", None), "command_path", None)
+    return " ".join(text.split()).rstrip(".") + (f" ({command} --help lists what is valid)" if command else "")
+
+
 def _give_up(error: BaseException, text: str, as_json: bool, debug: bool) -> int:
     """Say why, where people and where scripts look for it; returns the exit status."""
     status = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
     if debug:
         traceback.print_exception(error)
-    if text:
-        print(f"meshrun: {text}", file=sys.stderr)
-    if as_json and text:
+    if not text:
+        # Another rank says it, and must get that far before the launcher ends it because of this one.
+        time.sleep(PATIENCE)
+        return status
+    print(f"meshrun: {text}", file=sys.stderr)
+    if as_json:
         print(json.dumps({"error": text, "status": status}))
     return status

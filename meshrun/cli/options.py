@@ -40,6 +40,8 @@ class Option:
     help: str = ""
     many: bool = False
     """A list: given several times, or once with commas."""
+    container: type = list
+    """What the function gets them in: a list or a tuple."""
 
     @property
     def flag(self) -> str:
@@ -71,7 +73,7 @@ class Option:
         """The value of what stands in a JSON or TOML file."""
         if self.many:
             values = value if isinstance(value, list) else [value]
-            return [self._one(each if isinstance(each, str) else str(each)) for each in values]
+            return self.container(self._one(each if isinstance(each, str) else str(each)) for each in values)
         if value is None or (self.kind is bool and isinstance(value, bool)):
             return value
         if isinstance(value, bool | list | dict):
@@ -108,7 +110,10 @@ class Option:
 
 def options_of(function: Callable[..., Any]) -> list[Option]:
     """An option for each parameter that the command line can give; others keep their defaults."""
-    hints = typing.get_type_hints(function, include_extras=True)
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except NameError as error:
+        raise UserError(f"an annotation of {function.__name__}() cannot be read: {error}; import it there") from None
     found = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
@@ -143,10 +148,12 @@ def to_document(value: Any) -> Any:
 
 def _option(name: str, hint: Any, default: Any, help: str) -> Option | None:
     hint = _without_none(hint)
-    if typing.get_origin(hint) in (list, tuple) or hint in (list, tuple):
-        inner = [each for each in typing.get_args(hint) if each is not Ellipsis] or [str]
+    container = typing.get_origin(hint) or hint
+    if container in (list, tuple):
+        inner = [each for each in typing.get_args(hint) if each is not Ellipsis]
+        inner = inner or [type(each) for each in (default if isinstance(default, list | tuple) else ())] or [str]
         kind = _kind(inner[0])
-        return None if kind is None else Option(name, kind, default, help, many=True)
+        return None if kind is None else Option(name, kind, default, help, many=True, container=container)
     kind = _kind(hint)
     return None if kind is None else Option(name, kind, default, help)
 

@@ -80,9 +80,9 @@ class Recorder:
             self.board.close()
 
 
-def rank_command(folder: Path) -> None:
-    """`meshrun rank RUN`: a process that our launcher has started."""
-    die_with_launcher()
+def rank_command(folder: Path, launcher: int) -> None:
+    """`meshrun rank RUN PID`: a process that our launcher, process PID, has started."""
+    die_with_launcher(launcher)
     run, rank = RunDirectory(folder), detect(os.environ).rank
     _print_to(run.log_of(rank))
     config = run.config()
@@ -123,7 +123,7 @@ def work(config: RunConfig, target: Target, tell: Tell) -> dict[str, Any]:
         result = _train(run.config(), run, target, recorder)
     except Exception as error:
         failed = recorder.failure(error, here.rank)
-        said = here.rank != 0 and _said_by_rank_0(run, failed.sentence, isinstance(error, mesh.PeerLost))
+        said = _said_elsewhere(run, here, failed.sentence, isinstance(error, mesh.PeerLost))
         raise (UserError if failed.by_user else RunFailed)("" if said else failed.text) from error
     mesh.finish()
     recorder("end")
@@ -131,14 +131,20 @@ def work(config: RunConfig, target: Target, tell: Tell) -> dict[str, Any]:
     return result
 
 
-def _said_by_rank_0(run: RunDirectory, sentence: str, is_consequence: bool, patience: float = 2.0) -> bool:
-    """Whether rank 0 tells the user the same, so that a thousand ranks need not."""
+def _said_elsewhere(
+    run: RunDirectory, here: mesh.Here, sentence: str, is_consequence: bool, patience: float = 2.0
+) -> bool:
+    """Whether another rank tells the user: rank 0 the same, so that a thousand need not, or some rank the cause."""
+    if here.rank == 0 and not is_consequence:
+        return False
+    others = [0] if here.rank else range(1, here.size)
     give_up = time.monotonic() + patience
     while time.monotonic() < give_up:
-        for event in read_events(run.events_of(0)):
-            if event["kind"] == "failure" and (is_consequence or event["sentence"] == sentence):
+        events = (event for rank in others for event in read_events(run.events_of(rank)))
+        for event in (event for event in events if event["kind"] == "failure"):
+            if event["sentence"] == sentence or (is_consequence and (here.rank or not event["secondary"])):
                 return True
-        time.sleep(0.05)
+        time.sleep(0.1)
     return False
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,7 @@ from rich.console import Console
 
 from meshrun.cli.target import Target
 from meshrun.config import RunConfig, RunDirectory
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.launch.local import Interrupted, Job, launch
 from meshrun.layout import parse
 from meshrun.observe.events import Event
@@ -43,7 +44,7 @@ def run_command(config: RunConfig, target: Target, as_json: bool) -> dict[str, A
 def _as_rank(config: RunConfig, target: Target, world: World, as_json: bool) -> dict[str, Any] | None:
     """Another launcher has started the ranks: this process is one of them."""
     if config.procs and config.procs != world.local_size:
-        raise UserError(
+        raise SharedError(
             f"procs is {config.procs} but {world.source} has started {world.local_size} ranks on {world.host}; "
             f"leave --procs away under another launcher"
         )
@@ -51,33 +52,35 @@ def _as_rank(config: RunConfig, target: Target, world: World, as_json: bool) -> 
     return result if world.rank == 0 else None
 
 
-def _alone(config: RunConfig, target: Target, as_json: bool, shown: bool = True) -> dict[str, Any] | None:
+def _alone(config: RunConfig, target: Target, as_json: bool, shown: bool = True) -> dict[str, Any]:
     """Train in this process."""
     from meshrun.cli.rank import run_script, work
 
-    if target.entry is None:
+    with Story(Console(stderr=True)) as story, _kept_for_the_document() if as_json else contextlib.nullcontext():
+        if target.entry is not None:
+            return work(config, target, story.tell if shown else _ignore)
         run_script(config, target)
-        return None
-    if not shown:
-        return work(config, target, _ignore)
-    with Story(Console(stderr=True)) as story:
-        if not as_json:
-            return work(config, target, story.tell)
-        # What the user's program prints must not get between scripts and the one document on standard output.
-        own = os.dup(1)
+        return {"run": None, "world": detect(os.environ).size}
+
+
+@contextlib.contextmanager
+def _kept_for_the_document() -> Iterator[None]:
+    """What the user's program prints must not get between scripts and the one document on standard output."""
+    own = os.dup(1)
+    sys.stdout.flush()
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
         sys.stdout.flush()
-        os.dup2(2, 1)
-        try:
-            return work(config, target, story.tell)
-        finally:
-            sys.stdout.flush()
-            os.dup2(own, 1)
+        os.dup2(own, 1)
+        os.close(own)
 
 
-def _launched(config: RunConfig, target: Target, procs: int, as_json: bool) -> dict[str, Any] | None:
+def _launched(config: RunConfig, target: Target, procs: int, as_json: bool) -> dict[str, Any]:
     """Start the ranks, tell their story, and say which failed first."""
     run = RunDirectory.create(config)
-    job = Job(["-m", "meshrun", "rank", str(run.path)], procs, config.port or 0)
+    job = Job(["-m", "meshrun", "rank", str(run.path), str(os.getpid())], procs, config.port or 0)
     console = Console(stderr=True)
     try:
         with Story(console, None if as_json else sys.stdout) as story, Follow(story, run.events_of(0), run.log_of(0)):
@@ -90,7 +93,7 @@ def _launched(config: RunConfig, target: Target, procs: int, as_json: bool) -> d
         failed = first_failure(run, {each.rank: each.how for each in failures}, socket.gethostname())
         raise (UserError if failed.by_user else RunFailed)(failed.text)
     if target.entry is None:
-        return None
+        return {"run": str(run.path), "world": procs}
     result: dict[str, Any] = json.loads((run.path / "result.json").read_text())
     return result
 

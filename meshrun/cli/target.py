@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import functools
 import importlib
 import importlib.util
 import sys
@@ -44,28 +45,32 @@ class Target:
     def function(self) -> Callable[..., Any]:
         """The experiment function, from the imported file."""
         assert self.entry is not None
-        module = importlib.import_module(f"meshrun.recipes.{self.text}") if self.recipe else self._imported()
+        module = importlib.import_module(f"meshrun.recipes.{self.text}") if self.recipe else _imported(self.path)
         found = getattr(module, self.entry, None)
         if not callable(found):
             raise UserError(f"{self.label} has no function {self.entry!r}; it must have one that returns an Experiment")
         return found
 
-    def _imported(self) -> Any:
-        name = self.path.stem
-        spec = importlib.util.spec_from_file_location(name, self.path)
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        sys.path.insert(0, str(self.path.parent))
-        try:
-            spec.loader.exec_module(module)
-        except UserError:
-            raise
-        except ImportError as error:
-            raise UserError(f"{self.path} cannot be imported: {error}; install it where meshrun runs") from error
-        except SyntaxError as error:
-            raise UserError(f"{self.path} is not valid Python: line {error.lineno}: {error.msg}") from error
-        return module
+
+@functools.cache
+def _imported(path: Path) -> Any:
+    """The user's file as a module; whoever asks again gets the same one, so that the file runs once."""
+    # A file called json.py must not stand in for the module of that name.
+    name = path.stem if importlib.util.find_spec(path.stem) is None else f"target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    sys.path.insert(0, str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except UserError:
+        raise
+    except ImportError as error:
+        raise UserError(f"{path} cannot be imported: {error}; install it where meshrun runs") from error
+    except SyntaxError as error:
+        raise UserError(f"{path} is not valid Python: line {error.lineno}: {error.msg}") from error
+    return module
 
 
 def recipes() -> dict[str, str]:

@@ -11,7 +11,7 @@ The cursor, a step number, is the loader's only state: to resume is to start the
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,9 +95,13 @@ class _Numbered(Dataset[Any]):
         self.many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
 
     def __getitems__(self, ids: list[int]) -> list[Any]:
-        if self.many is not None:
+        if self.many is None:
+            return [self[number] for number in ids]
+        try:
             return self.many(ids)
-        return [self[number] for number in ids]
+        except Exception as error:
+            error.add_note(f"while reading samples {', '.join(map(str, ids))}")
+            raise
 
     def __getitem__(self, number: int) -> Any:
         try:
@@ -111,7 +115,7 @@ def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor in it on the device, copied beside the computation where memory is pinned."""
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: to_device(value, device) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
         return type(batch)(*(to_device(value, device) for value in batch))

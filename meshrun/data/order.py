@@ -86,7 +86,9 @@ def _block(seed: int, epoch: int, length: int, block: int) -> Ids:
 
 def round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
     """Independent keys for the rounds of one epoch's permutation."""
-    return np.random.SeedSequence([seed & (2**64 - 1), epoch]).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
+    # A word each: in one number of 64 bits the upper half of a seed would stand where another seed has its epoch.
+    words = [seed & 0xFFFFFFFF, epoch, seed >> 32 & 0xFFFFFFFF]
+    return np.random.SeedSequence(words).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
 
 
 def permute(positions: NDArray[np.uint64], length: int, keys: NDArray[np.uint64]) -> Ids:

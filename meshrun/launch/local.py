@@ -25,7 +25,7 @@ from meshrun.errors import UserError
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
-GRACE = 3
+GRACE = 2
 """Seconds from the signal that should end a rank to the one that does."""
 
 
@@ -83,10 +83,12 @@ def launch(job: Job) -> list[Failure]:
     return sorted(failures, key=lambda failure: failure.time)
 
 
-def die_with_launcher() -> None:
-    """Called by a rank: have the kernel end it when the launcher is gone, however that went."""
+def die_with_launcher(launcher: int) -> None:
+    """Called by a rank: have the kernel end it when the process that launched it is gone, however that went."""
     with contextlib.suppress(OSError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != launcher:  # it went while this process was still importing, and the kernel tells nobody
+        os._exit(1)
     # A rank waits in collectives, where Python handles no signal: the default action ends it at once.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
@@ -108,8 +110,8 @@ def _agent(job: Job) -> LocalElasticAgent:
             context.close = lambda death_sig=None, timeout=0: close(death_sig, GRACE)  # type: ignore[method-assign]  # noqa: ARG005
             return started
 
-    # Port 0: the agent's own store binds a free port, and ranks meet on that same store, so no port can be lost between
-    # the choosing and the binding.
+    # Port 0: the agent's stores, this one and the one that ranks meet on, bind free ports before anybody is told of
+    # them, so that none can be lost between the choosing and the binding.
     meeting = RendezvousParameters(
         backend="c10d",
         endpoint=f"127.0.0.1:{job.port}",

@@ -36,7 +36,9 @@ class Follower:
     """Reads a file that is still being written."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._read, self._rest = path, 0, b""
+        self._path, self._read = path, 0
+        self.rest = b""
+        """What stands after the last complete line."""
 
     def new_lines(self) -> list[bytes]:
         """Complete lines since the last call; none while the file does not exist."""
@@ -47,7 +49,7 @@ class Follower:
         except FileNotFoundError:
             return []
         self._read += len(chunk)
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        *lines, self.rest = (self.rest + chunk).split(b"\n")
         return lines
 
     def new(self) -> list[Event]:

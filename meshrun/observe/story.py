@@ -48,12 +48,11 @@ class Story:
 
     def __exit__(self, *error: object) -> None:
         if self._task is not None:
-            if self._task is not None:
             self._progress.stop()
 
     def say(self, line: str) -> None:
-        """A line of the user's own program, above the bar."""
-        if self._out is not None and not self.console.is_terminal:
+        """A line of the user's own program: above the bar, or where its standard output was sent."""
+        if self._out is not None and not (self.console.is_terminal and self._out.isatty()):
             print(line, file=self._out, flush=True)
         else:
             self.console.print(line, markup=False, highlight=False)
@@ -134,3 +133,5 @@ class Follow:
                 self._story.say(line.decode(errors="replace"))
             for event in self._events.new():
                 self._story.tell(event)
+        if rest := self._log.rest:
+            self._story.say(rest.decode(errors="replace"))

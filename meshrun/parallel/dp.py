@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from meshrun.errors import RunFailed
 from meshrun.mesh import Here
 
 # Ranks agree on running statistics before they are used, not in every forward pass. torch 2.13 renamed the switch.
@@ -50,6 +51,7 @@ class Replicated:
         self.parameters = [each for each in model.parameters() if each.requires_grad]
         self._ddp: DistributedDataParallel | None = None
         self._by_hand = False
+        self._always_used = set(self.parameters)
 
     def begin_step(self, every_rank_has_samples: bool) -> None:
         """Decide how the gradients of this step are reduced; all ranks decide the same."""
@@ -62,7 +64,10 @@ class Replicated:
     @contextmanager
     def accumulating(self, reduce: bool) -> Iterator[None]:
         """Forward and backward of one micro-batch; only the last one of a step sends gradients."""
-        if self._ddp is None or self._by_hand or reduce:
+        if self._ddp is None and self._by_hand:
+            with self._noting_uses():
+                yield
+        elif self._ddp is None or self._by_hand or reduce:
             yield
         else:
             with self._ddp.no_sync():
@@ -71,8 +76,9 @@ class Replicated:
     def finish_reduction(self) -> None:
         """After the last backward pass of a step: every gradient is the mean over the replicas."""
         if not self._by_hand:
+            self._refuse_missing()
             return
-        used = self._reduce_by_hand()
+        used_by_all = self._reduce_by_hand()
         if self._ddp is None:
             # Gradients must not live in DDP's buckets before it is made, so it is made for the next step on.
             self._ddp = DistributedDataParallel(
@@ -80,7 +86,7 @@ class Replicated:
                 process_group=self._group(),
                 init_sync=False,
                 gradient_as_bucket_view=True,
-                find_unused_parameters=not all(used),
+                find_unused_parameters=not used_by_all,
                 **_KEEP_BUFFERS,
             )
 
@@ -92,6 +98,8 @@ class Replicated:
             for buffer in self.model.buffers():
                 values = buffer.detach().contiguous()
                 if values.is_floating_point():
+                    # In doubles the mean of equal values is that value: tables that never change stay as they are.
+                    values = values.double()
                     dist.all_reduce(values)
                     values /= self.here.replicas
                 else:
@@ -102,18 +110,42 @@ class Replicated:
         assert self.here.mesh is not None
         return self.here.mesh["dp"].get_group()
 
-    def _reduce_by_hand(self) -> list[bool]:
-        """Sum gradients over ranks that may lack some of them; returns which parameters any rank has used."""
-        has = torch.tensor([p.grad is not None for p in self.parameters], dtype=torch.int32, device=self.here.device)
-        dist.all_reduce(has, group=self._group())
-        used = [bool(count) for count in has.tolist()]
-        for parameter, is_used in zip(self.parameters, used, strict=True):
-            if is_used:
+    def _refuse_missing(self) -> None:
+        """DDP waits for gradients that it was not told to do without: end here, with the names of their parameters."""
+        if self._ddp is None:
+            return
+        try:
+            self._ddp._check_reducer_finalized()
+        except RuntimeError as error:
+            missing = [name for name, each in self.model.named_parameters() if each.requires_grad and each.grad is None]
+            named = f": {', '.join(missing[:4])}{', …' * (len(missing) > 4)}" if missing else " in a micro-batch"
+            raise RunFailed(
+                f"the loss on rank {self.here.rank} did not use all parameters as it did in the first step{named}; "
+                f"add 0 times their sum to the loss where they are not used"
+            ) from error
+
+    @contextmanager
+    def _noting_uses(self) -> Iterator[None]:
+        """Find the parameters that take part in every micro-batch, which is what DDP expects of all of them."""
+        used: set[nn.Parameter] = set()
+        hooks = [each.register_post_accumulate_grad_hook(used.add) for each in self.parameters]
+        yield
+        for hook in hooks:
+            hook.remove()
+        self._always_used &= used
+
+    def _reduce_by_hand(self) -> bool:
+        """Average gradients over ranks that may lack some; returns whether every micro-batch of all ranks had all."""
+        uses = [[each.grad is not None, each in self._always_used] for each in self.parameters]
+        ranks = torch.tensor(uses, dtype=torch.int32, device=self.here.device)
+        dist.all_reduce(ranks, group=self._group())
+        for parameter, (users, _) in zip(self.parameters, ranks.tolist(), strict=True):
+            if users:
                 mine = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
                 mine = mine.contiguous()
                 dist.all_reduce(mine, group=self._group())
                 parameter.grad = mine.div_(self.here.replicas)
-        return used
+        return int(ranks.min()) == self.here.replicas
 
 
 def call(module: nn.Module, inputs: Any) -> Any:

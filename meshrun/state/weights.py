@@ -22,18 +22,18 @@ from meshrun.errors import UserError
 
 def save_weights(model: nn.Module, path: Path, about: Mapping[str, Any]) -> None:
     """Write the weights under the model's own names; tied ones once."""
-    with _whole(path) as beside:
+    with whole(path) as beside:
         save_model(model, str(beside), metadata=_texts(about))
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, about: Mapping[str, Any]) -> None:
     """Write tensors under the names given."""
-    with _whole(path) as beside:
+    with whole(path) as beside:
         save_file(tensors, beside, metadata=_texts(about))
 
 
 @contextmanager
-def _whole(path: Path) -> Iterator[Path]:
+def whole(path: Path) -> Iterator[Path]:
     """A name to write to; what was written is flushed and renamed: the file is the old or the new one, whole."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -47,14 +47,15 @@ def _whole(path: Path) -> Iterator[Path]:
 
 
 def _texts(about: Mapping[str, Any]) -> dict[str, str]:
-    return {name: json.dumps(value) for name, value in about.items()}
+    # One entry: safetensors itself adds others, with the names of tied weights.
+    return {"about": json.dumps(dict(about))}
 
 
 def load_weights(model: nn.Module, path: Path) -> dict[str, Any]:
     """Read weights into a model of the same shape; returns what was written about them."""
     try:
         with safe_open(path, framework="pt") as file:
-            about = {name: json.loads(value) for name, value in (file.metadata() or {}).items()}
+            about: dict[str, Any] = json.loads((file.metadata() or {}).get("about", "{}"))
         load_model(model, path)
     except (OSError, SafetensorError) as error:
         raise UserError(f"cannot read weights from {path}: {error}") from None

@@ -191,6 +191,8 @@ class Trainer:
         for _ in self.steps():
             if self.step % self.eval_every == 0 or self.step == self.total_steps:
                 self._evaluate_and_keep()
+        if not self.experiment.evals:
+            self.placed.agree_on_buffers()
         if self.here.rank == 0 and self.weights is not None:
             save_weights(self.model, self.weights / "last.safetensors", {"step": self.step})
         return self.totals.result()

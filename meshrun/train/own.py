@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from meshrun.data.loader import Loader, Reading
 from meshrun.data.order import Order
 from meshrun.errors import UserError
 from meshrun.mesh import Here, start
 from meshrun.parallel.dp import apply
-from meshrun.state.weights import save_tensors
+from meshrun.state.weights import save_tensors, whole
 from meshrun.world import detect
 
 
@@ -44,12 +44,24 @@ def shard(loader: DataLoader[Any], seed: int = 0) -> Sharded:
     """This rank's part of every batch that the loader would give: its batch size becomes the GLOBAL batch size."""
     if loader.batch_size is None or not hasattr(loader.dataset, "__len__"):
         raise UserError("shard() needs a DataLoader with a batch_size over a map-style dataset")
+    if not _is_plain(loader.sampler, len(loader.dataset)):
+        raise UserError(
+            f"shard() cannot keep the order of a {type(loader.sampler).__name__}; "
+            f"it needs a DataLoader that was given shuffle and no sampler"
+        )
     here = start()
     if loader.batch_size < here.replicas:
         raise UserError(
             f"a batch of {loader.batch_size} samples cannot be cut for {here.replicas} ranks; make it larger"
         )
     return Sharded(loader, here, seed)
+
+
+def _is_plain(sampler: Any, length: int) -> bool:
+    """Whether every epoch is all samples once, in order or in any."""
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and sampler.num_samples == length
+    return isinstance(sampler, SequentialSampler)
 
 
 class Sharded:
@@ -88,8 +100,10 @@ class Sharded:
 def _emptied(batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return batch[:0]
-    if isinstance(batch, dict):
+    if isinstance(batch, Mapping):
         return {key: _emptied(value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_emptied(value) for value in batch))
     if isinstance(batch, tuple | list):
         return type(batch)(_emptied(value) for value in batch)
     return batch
@@ -136,14 +150,23 @@ def save0(state: dict[str, Any], path: str | Path) -> None:
     """Save on rank 0 only, whole or not at all; a name in .safetensors makes a file that no pickle is needed for."""
     if _rank() != 0:
         return
-    path = Path(path)
-    state = {name.removeprefix("module."): value for name, value in state.items()}
-    if path.suffix == ".safetensors":
-        save_tensors({name: value.detach().cpu().contiguous() for name, value in state.items()}, path, {})
+    path, state = Path(path), _own_names(state)
+    if path.suffix != ".safetensors":
+        with whole(path) as beside:
+            torch.save(state, beside)
         return
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    torch.save(state, beside)
-    beside.replace(path)
+    for name, value in state.items():
+        if not isinstance(value, Tensor):
+            raise UserError(f"{path} can hold tensors only, but {name!r} is {type(value).__name__}; use a name in .pt")
+    # A copy each: in such a file tied weights may not share memory.
+    save_tensors({name: each.detach().to("cpu", copy=True).contiguous() for name, each in state.items()}, path, {})
+
+
+def _own_names(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Names as the model itself has them: `replicate` puts the same word before all of them."""
+    wrapped = dist.is_initialized() and all(str(name).startswith("module.") for name in state)
+    own = {str(name).removeprefix("module."): value for name, value in state.items()} if wrapped else state
+    return {name: _own_names(value) if isinstance(value, dict) else value for name, value in own.items()}
 
 
 def _rank() -> int:

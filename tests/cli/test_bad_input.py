@@ -1,0 +1,229 @@
+"""What a user gives wrong: one sentence that names the value and the flag, exit status 2, no traceback."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from meshrun.cli.main import main
+from meshrun.data.order import Order
+from tests.launch.command import TINY, Ended, meshrun
+
+WRONG = str(Path(__file__).parent / "programs" / "wrong.py")
+
+Call = Callable[..., Ended]
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Call]:
+    """Runs a command line in this process, for what starts no ranks: importing torch once is enough."""
+    from meshrun import mesh
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def called(*words: object) -> Ended:
+        with pytest.raises(SystemExit) as ended:
+            main(["run", *map(str, words)])
+        said = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        mesh.finish()
+        return Ended(ended.value.code, said.out, said.err)
+
+    yield called
+    mesh.use(mesh.Meeting())
+    mesh.finish()
+
+
+def check_refusal(plain: Ended, sentence: str) -> None:
+    """Exit status 2 and one sentence, the last that is read."""
+    assert plain.status == 2, plain.err
+    assert len(plain.sentences) == 1
+    assert re.search(sentence, plain.sentences[0]), plain.sentences[0]
+    assert plain.err.endswith(f"meshrun: {plain.sentences[0]}\n")
+    assert "Traceback" not in plain.err
+    assert not [line for line in plain.err.splitlines() if not line.strip()]
+
+
+REFUSALS = {
+    "axis with a typo": (["--layout", "fdsp=2"], r"'fdsp=2' has no axis 'fdsp' \(did you mean fsdp\?\).*\(--layout\)$"),
+    "degree that is no number": (["--layout", "dp=two"], r"'dp=two' .* degree 'two'.*\(--layout\)$"),
+    "degree of zero": (["--layout", "dp=0"], r"'dp=0' .* degree 0.*\(--layout\)$"),
+    "empty layout": (["--layout", ""], r"layout '' is empty.*\(--layout\)$"),
+    "layout of more ranks than there are": (
+        ["--layout", "dp=3", "--procs", 2],
+        r"'dp=3' needs 3 ranks but this run has 2; layouts of 2 ranks near it: dp=2 \(--layout\)$",
+    ),
+    "axis that is not built": (["--layout", "tp=2", "--procs", 2], r"'tp=2' uses the axis tp, .* dp=2 .*\(--layout\)$"),
+    "option that is none": (
+        ["--widht", 3],
+        r"No such option: --widht \(meshrun run .*wrong.py --help lists what is valid\)$",
+    ),
+    "close to an option": (["--sample", 3], r"--sample\b.*--samples"),
+    "option without a value": (["--samples"], "'--samples' requires an argument"),
+    "value of another type": (["--samples", "many"], r"samples is 'many'; it must be a whole number \(--samples\)$"),
+    "word too many": (["again"], r"extra argument.*again"),
+    "missing file of options": (["--config", "no.toml"], r"cannot read no.toml: No such file .*\(--config\)$"),
+    "empty dataset": (["--samples", 0], "train has no samples; a dataset must have at least one"),
+    "batch above the dataset": (["--batch", 21], r"batch is 21 but .* only 20 samples; .*\(--batch\)$"),
+    "batch of nothing": (["--batch", 0], r"batch is 0; it must be .* at least 1 \(--batch\)$"),
+    "no steps": (["--steps", 0], r"steps is 0; it must be .* at least 1 \(--steps\)$"),
+    "less than no epochs": (["--epochs", -1], r"epochs is -1.0; it must be above 0 \(--epochs\)$"),
+    "micro-batch of nothing": (["--micro", 0], r"micro is 0; it must be .* at least 1 \(--micro\)$"),
+    "clip of nothing": (["--clip", 0], r"clip is 0.0; it must be above 0.*\(--clip\)$"),
+    "precision that is none": (["--precision", "fp8"], r"precision is 'fp8'; .* fp32, bf16 \(--precision\)$"),
+    "no processes": (["--procs", 0], r"procs is 0; it must be at least 1 \(--procs\)$"),
+    "less than no readers": (["--workers", -1], r"workers is -1; it must be at least 0 \(--workers\)$"),
+    "port that is none": (["--port", 70000], r"port is 70000; .* between 1 and 65535 \(--port\)$"),
+    "no time": (["--timeout", 0], r"timeout is 0.0; .*\(--timeout\)$"),
+    "name with a folder": (["--name", "a/b"], r"name is 'a/b'; .*\(--name\)$"),
+    "runs where a file is": (["--runs", WRONG], r"cannot make a run directory in .*wrong.py: .*\(--runs\)$"),
+    "fewer GPUs than ranks": (
+        ["--device", "cuda", "--procs", 99],
+        r"shows \d+ GPUs? but 99 ranks are to run there; .*\(--procs\), or use --device cpu$",
+    ),
+    "NCCL without GPUs": (["--device", "cpu", "--backend", "nccl"], r"backend nccl needs GPUs.*\(--backend\)$"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_wrong_option_is_one_sentence_for_people_and_one_document_for_scripts(call: Call, case: str):
+    words, sentence = REFUSALS[case]
+    plain = call(WRONG, *words)
+    check_refusal(plain, sentence)
+    assert plain.out == ""
+    as_json = call(WRONG, "--json", *words)
+    assert as_json.document == {"error": plain.sentences[0], "status": 2}
+    assert (as_json.status, as_json.sentences) == (2, plain.sentences)
+
+
+TARGETS = {
+    "": r"run needs a TARGET: a Python file, file.py:function, or a recipe's name",
+    "none.py": r"'none.py' does not exist; give a Python file, file.py:function, or a recipe's name$",
+    "digitz": r"'digitz' is neither a Python file nor a recipe; did you mean 'digits'\? recipes are: digits",
+    "data.csv": r"'data.csv' is neither a Python file nor a recipe",
+    f"{WRONG}:": r"wrong.py:' names no function; give file.py, or file.py:function$",
+    f"{WRONG}:absent": r"wrong.py has no function 'absent'; it must have one that returns an Experiment$",
+    f"{WRONG}:NUMBER": r"wrong.py has no function 'NUMBER'",
+    f"{WRONG}:returns_nothing": r"returns_nothing\(\) of wrong.py returned NoneType; it must return an Experiment$",
+    f"{WRONG}:returns_a_table": r"returns_a_table\(\) of wrong.py returned dict; it must return an Experiment$",
+    f"{WRONG}:empty_evaluation": r"evals\['val'\] has no samples; a dataset must have at least one$",
+    f"{WRONG}:no_dataset": r"train is 3 of type int; it must be a map-style dataset",
+    f"{WRONG}:neither_steps_nor_epochs": r"neither epochs nor steps; give one of them, or --steps$",
+    f"{WRONG}:tensor_for_a_loss": r"loss returned Tensor; it must return Loss\(total, count\)",
+    f"{WRONG}:loss_of_many_numbers": r"loss returned a Loss whose total is \(4, 1\); it must be a tensor with one",
+    f"{WRONG}:metric_is_a_number": r"error returned float; it must return Loss\(total, count\)",
+    f"{WRONG}:samples_are_no_pairs": r"a sample is Tensor; a dataset must give pairs of \(inputs, targets\)$",
+    f"{WRONG}:no_module": r"Experiment\(model=…\) returned str; it must return a torch nn.Module$",
+    f"{WRONG}:nothing_to_train": r"the model has no parameter that requires a gradient",
+    f"{WRONG}:no_optimizer": r"Experiment\(optimizer=…\) returned NoneType; it must return a torch Optimizer$",
+    f"{WRONG}:missing_data": r"missing_data\(\) of wrong.py needs 'nowhere/points.csv', which does not exist$",
+}
+
+
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: Path(target).name or "no target")
+def test_wrong_target_or_experiment_is_one_sentence(call: Call, target: str):
+    check_refusal(call(*filter(None, [target])), TARGETS[target])
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("def experiment(:", "broken.py is not valid Python"),
+        ("import no_such_module\ndef experiment(): ...", "broken.py cannot be imported: No module named"),
+        ("raise ValueError('in the middle')\ndef experiment(): ...", "in the middle"),
+    ],
+)
+def test_file_that_cannot_be_read_is_named(call: Call, tmp_path: Path, text: str, sentence: str):
+    path = tmp_path / "broken.py"
+    path.write_text(text)
+    ended = call(path)
+    assert sentence in ended.sentences[0]
+    assert ended.status == (1 if "raise" in text else 2)
+    assert ("Traceback" in ended.err) == ("raise" in text), "an error in the user's own code shows where"
+
+
+def test_debug_shows_the_traceback_of_a_refusal(call: Call):
+    ended = call(WRONG, "--steps", 0, "--debug")
+    assert ended.status == 2
+    assert "Traceback" in ended.err and len(ended.sentences) == 1
+
+
+def test_port_in_use_is_refused_before_anything_starts(call: Call):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ended = call(WRONG, "--procs", 2, "--port", port)
+    check_refusal(ended, rf"port {port} cannot be used on this machine: Address already in use; leave --port away")
+
+
+def test_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["rnu", "digits"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == (
+        "meshrun: No such command 'rnu'. Did you mean 'run'? (meshrun --help lists what is valid)\n"
+    )
+
+
+def test_refusal_by_the_ranks_is_said_once(tmp_path: Path):
+    ended = meshrun(tmp_path, "run", WRONG, "--procs", 2, "--samples", 0)
+    check_refusal(ended, "train has no samples; a dataset must have at least one")
+    assert ended.out == ""
+
+
+def test_loss_that_is_no_loss_is_refused_on_two_ranks_in_one_document(tmp_path: Path):
+    ended = meshrun(tmp_path, "run", f"{WRONG}:tensor_for_a_loss", "--procs", 2, "--json")
+    check_refusal(ended, r"loss returned Tensor; it must return Loss\(total, count\)")
+    assert ended.document == {"error": ended.sentences[0], "status": 2}
+    assert "words of the user's program" in ended.err
+
+
+def test_what_the_program_prints_does_not_get_into_the_document(tmp_path: Path):
+    """In one process too, where the program has the same standard output; and while its file is imported."""
+    program = tmp_path / "loud.py"
+    lines = (f"import sys; sys.path.append({str(Path(WRONG).parent)!r})", "from wrong import *", "print('at import')")
+    program.write_text("\n".join(lines))
+    ended = meshrun(tmp_path, "run", f"{program}:tensor_for_a_loss", "--json")
+    assert ended.document["status"] == 2
+    for words in ("at import", "words of the user's program"):
+        assert ended.err.count(words) == 1
+
+
+def step_of(sample: int) -> tuple[int, list[int]]:
+    """The step of `tiny.py` that reads a sample, counted from 1, and all samples of that step."""
+    order = Order(20, 4, 0)
+    for step in range(5):
+        ids = order.batch_ids(step).tolist()
+        if sample in ids:
+            return step + 1, ids
+    raise AssertionError(sample)
+
+
+def test_loss_that_is_not_a_number_names_step_and_samples(call: Call):
+    step, ids = step_of(7)
+    ended = call(TINY, "--spoiled", 7)
+    assert ended.status == 1
+    named = ", ".join(map(str, ids))
+    assert ended.sentences == [f"loss is nan at step {step}, on rank 0, with the training samples {named}"]
+    assert "Traceback" not in ended.err
+
+
+def test_loss_that_is_not_a_number_on_one_of_three_ranks_names_its_samples_only(tmp_path: Path):
+    step, ids = step_of(7)
+    ended = meshrun(tmp_path, "run", TINY, "--spoiled", 7, "--procs", 3, "--json")
+    assert ended.status == 1
+    (sentence,) = ended.sentences
+    found = re.fullmatch(rf"loss is nan at step {step}, on rank (\d), with the training samples ([\d, ]+)", sentence)
+    assert found
+    named = json.loads(f"[{found[2]}]")
+    assert 7 in named and set(named) < set(ids), "the samples of that rank, which are not the whole batch"
+    assert ended.document["error"].startswith(sentence)
+    assert "Traceback" not in ended.err

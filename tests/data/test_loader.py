@@ -1,0 +1,171 @@
+"""The loader: the parts of all replicas are the global batch, from any step on, and nothing else is its state."""
+
+from __future__ import annotations
+
+from collections import UserDict, namedtuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import Subset
+
+from meshrun.data.loader import Loader, Reading, StepData, evaluation_batches, to_device
+from meshrun.data.order import Order
+
+ALONE = Reading()
+
+
+class Squares:
+    """Sample i is (i, i squared)."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor(index), torch.tensor(index * index)
+
+
+class Broken(Squares):
+    """Sample 13 cannot be read."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 13:
+            raise ValueError("bad jpeg")
+        return super().__getitem__(index)
+
+
+class ManyAtOnce(Squares):
+    """Reads a whole piece with one call, as databases like it."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        self.asked: list[list[int]] = []
+
+    def __getitem__(self, index: int):
+        raise AssertionError("samples are to be asked for together")
+
+    def __getitems__(self, ids: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        self.asked.append(ids)
+        return [(torch.tensor(number), torch.tensor(number * number)) for number in ids]
+
+
+def samples_of(data: StepData) -> list[int]:
+    return [number for inputs, _ in data.batches for number in inputs.tolist()]
+
+
+@pytest.mark.parametrize("micro", [None, 1, 2, 5])
+@pytest.mark.parametrize("of", [1, 2, 3, 7])
+def test_the_parts_of_all_replicas_are_the_global_batch_in_order(of: int, micro: int | None):
+    order = Order(50, 11, seed=3)
+    parts = [list(Loader(Squares(50), order, part, of, Reading(micro)).steps(0, 10)) for part in range(of)]
+    for step in range(10):
+        whole = [number for part in parts for number in samples_of(part[step])]
+        assert whole == order.batch_ids(step).tolist() == parts[0][step].ids.tolist()
+        for part in parts:
+            data = part[step]
+            assert data.step == step and data.waited >= 0
+            assert [len(inputs) for inputs, _ in data.batches] == [len(piece) for piece in data.pieces]
+            assert [number for piece in data.pieces for number in piece] == samples_of(data)
+            assert all(len(piece) <= (micro or 11) for piece in data.pieces)
+            for inputs, targets in data.batches:
+                assert torch.equal(targets, inputs * inputs)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resuming_at_any_step_goes_on_as_if_it_had_never_stopped(workers: int):
+    reading = Reading(micro=2, workers=workers)
+    whole = [samples_of(data) for data in Loader(Squares(20), Order(20, 7, 5), 1, 2, Reading(micro=2)).steps(0, 9)]
+    for start in range(9) if workers == 0 else (0, 4, 8):
+        resumed = Loader(Squares(20), Order(20, 7, 5), 1, 2, reading).steps(start, 9)
+        assert [samples_of(data) for data in resumed] == whole[start:]
+
+
+def test_reading_ahead_does_not_move_the_cursor():
+    """A loop that stops early has read more than it used: the next loop must not miss those samples."""
+    loader = Loader(Squares(40), Order(40, 8, 1), 0, 1, Reading(workers=2, prefetch=3))
+    steps = loader.steps(0, 5)
+    first = [samples_of(next(steps)) for _ in range(2)]
+    steps.close()
+    rest = [samples_of(data) for data in loader.steps(2, 5)]
+    assert sorted(number for ids in first + rest for number in ids) == list(range(40))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_replica_without_samples_gets_a_step_without_batches(workers: int):
+    order = Order(10, 4)  # the last batch of an epoch has 2 samples for 3 replicas
+    steps = list(Loader(Squares(10), order, 2, 3, Reading(workers=workers)).steps(0, 6))
+    assert [len(data.batches) for data in steps] == [1, 1, 0, 1, 1, 0]
+    assert steps[2].pieces == [] and steps[2].ids.tolist() == order.batch_ids(2).tolist()
+
+
+@given(length=st.integers(1, 120), of=st.integers(1, 9), size=st.integers(1, 40))
+@settings(max_examples=60)
+def test_evaluation_reads_every_sample_once_in_order_on_any_number_of_parts(length: int, of: int, size: int):
+    read = []
+    for part in range(of):
+        for inputs, _ in evaluation_batches(Squares(length), part, of, size, ALONE):
+            assert 1 <= len(inputs) <= size
+            read += inputs.tolist()
+    assert read == list(range(length))
+
+
+def test_evaluation_by_worker_processes_reads_the_same():
+    read = [x for inputs, _ in evaluation_batches(Squares(23), 0, 2, 5, Reading(workers=2)) for x in inputs.tolist()]
+    assert read == list(range(12))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_in_a_dataset_names_the_sample(workers: int):
+    with pytest.raises(ValueError, match="bad jpeg") as caught:
+        list(Loader(Broken(20), Order(20, 4), 0, 1, Reading(workers=workers)).steps(0, 5))
+    assert "while reading sample 13" in said_by(caught.value)
+
+
+def test_an_error_in_a_dataset_that_reads_many_at_once_names_the_samples():
+    """torch's Subset, which random_split makes, reads so."""
+    data = Subset(Broken(20), [12, 13, 14, 15])
+    with pytest.raises(ValueError, match="bad jpeg") as caught:
+        list(Loader(data, Order(4, 4, shuffle=False), 0, 2, ALONE).steps(0, 1))
+    assert "while reading samples 0, 1" in said_by(caught.value)
+
+
+def said_by(error: BaseException) -> str:
+    """The message and its notes; from a worker process both come as one text."""
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
+def test_a_dataset_that_reads_many_at_once_is_asked_once_a_micro_batch():
+    data = ManyAtOnce(12)
+    (step,) = Loader(data, Order(12, 12, shuffle=False), 0, 2, Reading(micro=4)).steps(0, 1)
+    assert samples_of(step) == [0, 1, 2, 3, 4, 5] and data.asked == [[0, 1, 2], [3, 4, 5]]
+
+
+def test_the_users_collate_makes_the_batches():
+    reading = Reading(collate=lambda samples: ([int(x) for x, _ in samples], len(samples)))
+    (step,) = Loader(Squares(6), Order(6, 6, shuffle=False), 0, 2, reading).steps(0, 1)
+    assert step.batches == [([0, 1, 2], 3)]
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+def test_to_device_moves_every_tensor_and_keeps_the_structure():
+    meta = torch.device("meta")
+    tensor = torch.ones(2)
+    batch = {"a": [tensor, 3], "b": (tensor, {"c": tensor}), "d": Pair(tensor, "name"), "e": "text", "f": None}
+    moved = to_device(batch, meta)
+    tensors = [moved["a"][0], moved["b"][0], moved["b"][1]["c"], moved["d"].first]
+    assert all(each.device == meta and each.shape == (2,) for each in tensors)
+    assert isinstance(moved["a"], list) and isinstance(moved["b"], tuple) and isinstance(moved["d"], Pair)
+    assert (moved["a"][1], moved["d"].second, moved["e"], moved["f"]) == (3, "name", "text", None)
+    assert to_device(b"bytes", meta) == b"bytes"
+
+
+def test_to_device_moves_what_is_in_a_mapping_that_is_no_dict():
+    """Tokenizers give such ones; the model is called with a plain dict."""
+    moved = to_device(UserDict(ids=torch.ones(2)), torch.device("meta"))
+    assert type(moved) is dict and moved["ids"].device.type == "meta"

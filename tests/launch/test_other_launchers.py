@@ -1,0 +1,88 @@
+"""Under torchrun and MPI, `meshrun run` is a rank of one job; and a script of one's own needs no experiment."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.command import MODULE, SCRIPT, TINY, Ended, events, meshrun
+
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+OPENMPI = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2")
+HYDRA = ("mpiexec.hydra", "-n", "2")
+
+LAUNCHERS = [
+    pytest.param((*TORCHRUN, "-m", "meshrun"), "torchrun", id="torchrun"),
+    pytest.param((*OPENMPI, *MODULE), "openmpi", id="mpirun"),
+    pytest.param((*HYDRA, *MODULE), "pmi", id="mpiexec"),
+]
+
+
+def skip_if_missing(program: str) -> None:
+    if shutil.which(program) is None:
+        pytest.skip(f"{program} is not installed")
+
+
+@pytest.fixture(scope="module")
+def of_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    ended = meshrun(tmp_path_factory.mktemp("own"), "run", TINY, "--procs", 2, "--json")
+    assert ended.status == 0, ended.err
+    return ended
+
+
+@pytest.mark.parametrize(("launcher", "source"), LAUNCHERS)
+def test_two_ranks_train_as_one_job_to_the_losses_of_two_local_processes(
+    tmp_path: Path, launcher: tuple[str, ...], source: str, of_two_processes: Ended
+):
+    skip_if_missing(launcher[0])
+    ended = meshrun(tmp_path, "run", TINY, "--json", launcher=launcher)
+    assert ended.status == 0, ended.err
+    result, expected = ended.document, of_two_processes.document
+    assert (result["world"], result["layout"], result["run"]) == (2, "dp=2", "runs/tiny-1")
+    assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+    assert result["sample_ids_sha256"] == expected["sample_ids_sha256"]
+    assert [run.name for run in (tmp_path / "runs").iterdir() if not run.name.startswith(".")] == ["tiny-1"]
+    starts = [events(tmp_path / "runs/tiny-1", rank, "start")[0] for rank in (0, 1)]
+    assert [(each["rank"], each["world"], each["source"]) for each in starts] == [(0, 2, source), (1, 2, source)]
+
+
+def test_a_wrong_word_is_refused_once_and_not_by_every_rank(tmp_path: Path):
+    skip_if_missing(OPENMPI[0])
+    ended = meshrun(tmp_path, "run", TINY, "--fault", "flood", launcher=(*OPENMPI, *MODULE))
+    assert ended.status == 2
+    assert ended.sentences == ["fault is 'flood'; it must be one of none, kill, raise (--fault)"]
+
+
+def test_a_layout_of_another_size_is_refused_once_and_not_by_every_rank(tmp_path: Path):
+    skip_if_missing(OPENMPI[0])
+    ended = meshrun(tmp_path, "run", TINY, "--layout", "dp=3", launcher=(*OPENMPI, *MODULE))
+    assert ended.status == 2
+    assert len(ended.sentences) == 1
+    assert ended.sentences[0].startswith("layout 'dp=3' needs 3 ranks but this run has 2")
+    assert ended.sentences[0].endswith("(--layout)")
+
+
+def test_a_failing_rank_of_another_launcher_is_named_and_its_peer_says_nothing(tmp_path: Path):
+    skip_if_missing(HYDRA[0])
+    ended = meshrun(tmp_path, "run", TINY, "--fault", "raise", "--rank", 1, launcher=(*HYDRA, *MODULE))
+    assert ended.status != 0
+    assert ended.sentences == [f"rank 1 on {socket.gethostname()} failed at step 3: ValueError: bad luck"]
+    assert ended.err.rstrip().endswith("log: runs/tiny-1/logs/rank-00001.log")
+
+
+def test_a_plain_script_is_started_on_two_ranks_with_its_own_words(tmp_path: Path):
+    ended = meshrun(tmp_path, "run", SCRIPT, "--procs", 2, "--steps", 7, "--", "--values", 1, 4)
+    assert ended.status == 0, ended.err
+    assert ended.out.splitlines() == ["rank 0 of 2 has started", "mean 2.5 over 2 after 7 steps"]
+    log = tmp_path / "runs/script-1/logs/rank-00001.log"
+    assert log.read_text() == "rank 1 of 2 has started\n"
+
+
+def test_the_same_script_runs_alone_under_python(tmp_path: Path):
+    ended = meshrun(tmp_path, SCRIPT, "--values", "3", launcher=(sys.executable,))
+    assert ended.status == 0, ended.err
+    assert ended.out.splitlines() == ["rank 0 of 1 has started", "mean 3 over 1 after 1 steps"]

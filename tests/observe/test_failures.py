@@ -1,0 +1,120 @@
+"""Which rank is to blame when several have failed, and what the user reads about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrun.config import RunConfig, RunDirectory
+from meshrun.launch.local import Failure
+from meshrun.observe.events import EventFile
+from meshrun.observe.failures import first_failure, tail
+
+KILLED = "was killed by SIGKILL"
+TERMINATED = "was killed by SIGTERM"
+EXITED = "ended with exit status 1"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(RunConfig(target="digits", runs=tmp_path))
+
+
+def failed(run: RunDirectory, rank: int, time: float, secondary: bool = False, by_user: bool = False) -> None:
+    """Write what a rank writes when it fails."""
+    sentence = f"rank {rank} {'lost its peer' if secondary else 'raised'}"
+    fields: dict[str, Any] = {"rank": rank, "lines": [f"line of {rank}"], "by_user": by_user, "secondary": secondary}
+    EventFile(run.events_of(rank)).write("failure", time=time, sentence=sentence, **fields)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Failures that ranks wrote, as (rank, time), how processes ended in the order of their ends, who is blamed."""
+
+    ended: dict[int, str]
+    blamed: str
+    raised: tuple[tuple[int, float], ...] = ()
+    lost: tuple[tuple[int, float], ...] = ()
+
+
+CASES = {
+    "the killed one, not who lost it": Case({1: KILLED, 0: EXITED}, "rank 1 on n7 was killed", lost=((0, 5.0),)),
+    "the killed one, though noticed last": Case({0: EXITED, 1: KILLED}, "rank 1 on n7 was killed", lost=((0, 5.0),)),
+    "who raised, not who lost it": Case({1: EXITED, 0: EXITED}, "rank 1 raised", ((1, 5.0),), ((0, 5.1),)),
+    "who raised, though clocks differ": Case({0: EXITED, 1: EXITED}, "rank 1 raised", ((1, 5.0),), ((0, 4.0),)),
+    "who raised, not whom the agent ended": Case({1: EXITED, 0: TERMINATED}, "rank 1 raised", ((1, 5.0),)),
+    "who raised, not whom the agent had to kill": Case({1: EXITED, 0: KILLED}, "rank 1 raised", ((1, 5.0),)),
+    "the first of two that raised": Case({0: EXITED, 1: EXITED}, "rank 1 raised", ((0, 5.1), (1, 5.0))),
+    "the first of two that were killed": Case({2: KILLED, 0: KILLED}, "rank 2 on n7 was killed"),
+    "who ended without a word": Case({1: "ended so", 0: EXITED}, "rank 1 on n7 ended so", lost=((0, 5.0),)),
+    "who ended without a word, not whom the agent ended": Case({0: TERMINATED, 1: KILLED}, "rank 1 on n7 was killed"),
+    "who lost a peer, if nothing else": Case({0: EXITED, 1: TERMINATED}, "rank 0 lost its peer", lost=((0, 5.0),)),
+    "the first who lost a peer": Case({0: EXITED, 1: EXITED}, "rank 1 lost its peer", lost=((0, 5.1), (1, 5.0))),
+    "anybody, if all were told to end": Case({0: TERMINATED, 1: TERMINATED}, "rank 0 on n7 was killed by SIGTERM"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_first_failure_is(name: str, run: RunDirectory):
+    case = CASES[name]
+    for rank, time in case.raised:
+        failed(run, rank, time)
+    for rank, time in case.lost:
+        failed(run, rank, time, secondary=True)
+    assert first_failure(run, case.ended, "n7").sentence.startswith(case.blamed)
+
+
+def test_failure_that_was_half_written_is_none(run: RunDirectory):
+    run.events_of(1).write_text('{"time": 5.0, "kind": "failure", "sent')
+    failed(run, 0, 5.0, secondary=True)
+    assert first_failure(run, {0: EXITED, 1: KILLED}, "n7").sentence.startswith("rank 1 on n7 was killed by SIGKILL")
+
+
+@pytest.mark.parametrize(("steps", "where"), [(0, "before its first step"), (2, "after step 2")])
+def test_killed_rank_is_told_with_its_step_last_lines_and_log(run: RunDirectory, steps: int, where: str):
+    events = EventFile(run.events_of(1))
+    for step in range(1, steps + 1):
+        events.write("step", step=step)
+    run.log_of(1).write_text("".join(f"line {number}\n" for number in range(20)))
+    found = first_failure(run, {1: KILLED}, "n7")
+    assert found.sentence == f"rank 1 on n7 was killed by SIGKILL {where}"
+    assert found.lines == [f"line {number}" for number in range(12, 20)]
+    assert not found.by_user
+    sentence, *lines, log = found.text.splitlines()
+    assert (sentence, log) == (found.sentence, f"    log: {run.log_of(1)}")
+    assert lines == [f"    {line}" for line in found.lines]
+
+
+def test_rank_that_raised_is_told_with_its_own_last_lines(run: RunDirectory):
+    failed(run, 1, 5.0)
+    run.log_of(1).write_text("a traceback\n")
+    assert first_failure(run, {1: EXITED}, "n7").text == f"rank 1 raised\n    line of 1\n    log: {run.log_of(1)}"
+
+
+def test_what_the_user_gave_is_the_sentence_alone(run: RunDirectory):
+    failed(run, 1, 5.0, by_user=True)
+    found = first_failure(run, {1: "ended with exit status 2"}, "n7")
+    assert found.by_user
+    assert found.text == "rank 1 raised"
+
+
+def test_log_that_was_never_written_is_not_named(run: RunDirectory):
+    found = first_failure(run, {1: KILLED}, "n7")
+    assert found.text == "rank 1 on n7 was killed by SIGKILL before its first step"
+    assert tail(run.log_of(1)) == []
+
+
+def test_log_that_is_no_text_can_still_be_shown(run: RunDirectory):
+    run.log_of(1).write_bytes(b"good\n\xff\xfe bytes\n")
+    assert tail(run.log_of(1))[0] == "good" and tail(run.log_of(1))[1].endswith(" bytes")
+
+
+@pytest.mark.parametrize(
+    ("code", "how"),
+    [(3, "ended with exit status 3"), (-9, KILLED), (-15, TERMINATED), (-11, "was killed by SIGSEGV")],
+)
+def test_end_of_a_process_in_words(code: int, how: str):
+    assert Failure(0, code, 0.0).how == how

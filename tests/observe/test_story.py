@@ -1,0 +1,153 @@
+"""What a person sees of a run: a bar on a terminal, lines in a log file, and the program's own words."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from meshrun.observe import story as module
+from meshrun.observe.events import EventFile
+from meshrun.observe.story import Follow, Story
+
+START = {
+    "kind": "start",
+    "target": "digits",
+    "total_steps": 1030,
+    "world": 2,
+    "layout": "dp=2",
+    "device": "cuda:0",
+    "run": "runs/digits-3",
+}
+
+
+def step(number: int, loss: float = 0.5, seconds: float = 0.02) -> dict[str, Any]:
+    return {"kind": "step", "step": number, "loss": loss, "samples": 64, "seconds": seconds}
+
+
+class Shown(Story):
+    """A story whose console and standard output are texts."""
+
+    def __init__(self, terminal: bool, piped: bool = False) -> None:
+        self.screen, self.output = io.StringIO(), io.StringIO()
+        self.output.isatty = lambda: terminal and not piped  # type: ignore[method-assign]
+        console = Console(file=self.screen, force_terminal=terminal, width=100, color_system=None)
+        super().__init__(console, self.output)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.screen.getvalue().splitlines()
+
+
+@pytest.fixture
+def in_a_log() -> Iterator[Shown]:
+    with Shown(terminal=False) as story:
+        yield story
+
+
+@pytest.fixture
+def on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Shown]:
+    monkeypatch.setenv("TERM", "xterm")
+    with Shown(terminal=True) as story:
+        yield story
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_run_that_never_started_leaves_nothing(terminal: bool):
+    with Shown(terminal) as story:
+        pass
+    assert story.screen.getvalue() == ""
+
+
+def test_log_begins_with_what_runs_where(in_a_log: Shown):
+    in_a_log.tell(START)
+    assert in_a_log.lines == ["digits: 1,030 steps on 2 ranks (dp=2, cuda)  ->  runs/digits-3"]
+
+
+def test_one_rank_is_not_called_ranks(in_a_log: Shown):
+    in_a_log.tell({**START, "world": 1, "layout": "dp=1"})
+    assert "on 1 rank (dp=1" in in_a_log.lines[0]
+
+
+def test_log_has_a_line_now_and_then_and_not_for_every_step(in_a_log: Shown, monkeypatch: pytest.MonkeyPatch):
+    now = [1000.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    in_a_log.tell(START)
+    for number in range(1, 31):
+        in_a_log.tell(step(number, loss=1 / number))
+        now[0] += 1
+    told = in_a_log.lines[1:]
+    assert [line.split()[1] for line in told] == ["12/1,030", "23/1,030"]
+    assert told[0] == "step 12/1,030  loss 0.0833  3,200 samples/s  20 s left"
+
+
+def test_evaluations_and_notes_are_lines_on_both(in_a_log: Shown, on_a_terminal: Shown):
+    scores = {"val": {"loss": 0.25, "count": 2000.0, "accuracy": 0.97654}}
+    for story in (in_a_log, on_a_terminal):
+        story.tell(START)
+        story.tell({"kind": "eval", "step": 1030, "scores": scores})
+        story.tell({"kind": "note", "text": "batch 64 -> [128]"})
+        shown = story.screen.getvalue()
+        assert "step 1,030  val  loss 0.2500  accuracy 0.9765  (2,000 counted)" in shown
+        assert "batch 64 -> [128]" in shown, "brackets are no markup"
+
+
+def test_terminal_shows_a_bar_with_progress_loss_rate_and_time_left(on_a_terminal: Shown):
+    on_a_terminal.tell(START)
+    on_a_terminal.tell(step(515, loss=0.125))
+    on_a_terminal._progress.refresh()
+    bar = on_a_terminal.screen.getvalue().splitlines()[-1]
+    for part in ("training", "━", "515/1,030", "loss 0.1250", "3,200 samples/s", "left"):
+        assert part in bar
+
+
+def test_last_step_is_shown_however_soon_it_comes(on_a_terminal: Shown):
+    on_a_terminal.tell(START)
+    for number in (1028, 1029, 1030):
+        on_a_terminal.tell(step(number, loss=number / 1000))
+    on_a_terminal._progress.refresh()
+    assert "1,030/1,030 loss 1.0300" in on_a_terminal.screen.getvalue()
+
+
+def test_bar_is_gone_when_the_story_is_over(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TERM", "xterm")
+    with Shown(terminal=True) as story:
+        story.tell(START)
+        story.tell(step(515))
+    assert story.screen.getvalue().endswith("\x1b[2K"), "the bar's line is erased"
+
+
+def test_words_of_the_program_go_to_standard_output_where_there_is_no_terminal(in_a_log: Shown):
+    in_a_log.say("words [bold]as they are[/bold]")
+    assert in_a_log.output.getvalue() == "words [bold]as they are[/bold]\n"
+    assert in_a_log.screen.getvalue() == ""
+
+
+def test_words_of_the_program_stand_above_the_bar_on_a_terminal(on_a_terminal: Shown):
+    on_a_terminal.tell(START)
+    on_a_terminal.say("words [bold]as they are[/bold]")
+    assert "words [bold]as they are[/bold]" in on_a_terminal.screen.getvalue()
+    assert on_a_terminal.output.getvalue() == ""
+
+
+def test_words_of_the_program_can_be_piped_while_the_bar_is_on_the_terminal():
+    with Shown(terminal=True, piped=True) as story:
+        story.tell(START)
+        story.say("a result")
+    assert story.output.getvalue() == "a result\n"
+    assert "a result" not in story.screen.getvalue()
+
+
+def test_story_is_told_from_files_that_others_write_up_to_the_last_line(tmp_path: Path, in_a_log: Shown):
+    events, log = tmp_path / "events.jsonl", tmp_path / "rank.log"
+    with Follow(in_a_log, events, log):
+        log.write_text("first words\n")
+        EventFile(events).write(**START)
+        with log.open("a") as file:
+            file.write("last words\nhalf a")
+    assert in_a_log.output.getvalue() == "first words\nlast words\nhalf a\n"
+    assert in_a_log.lines[0].startswith("digits: 1,030 steps")

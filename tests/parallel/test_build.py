@@ -1,0 +1,90 @@
+"""Model on the mesh: the same weights everywhere, random numbers of each rank's own, inputs as the model takes them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from meshrun import Here, UserError, mesh
+from meshrun.parallel.build import build
+from meshrun.parallel.dp import call
+
+
+def start_on_cpu(size: int) -> Here:
+    mesh.use(mesh.Meeting(device="cpu"))
+    here = mesh.start()
+    assert here.size == size
+    return here
+
+
+class DrawnElsewhere(nn.Module):
+    """Its weights come from a generator that no seed of ours reaches; some are not contiguous, one has no size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        drawn = np.random.default_rng(dist.get_rank()).normal(size=(4, 3))
+        self.weight = nn.Parameter(torch.tensor(drawn).t())
+        self.scale = nn.Parameter(torch.tensor(float(dist.get_rank())))
+        self.register_buffer("steps", torch.tensor(dist.get_rank()))
+        self.register_buffer("mask", torch.tensor([dist.get_rank() == 0]))
+
+
+@pytest.mark.ranks(3)
+def test_all_ranks_start_from_the_weights_of_rank_0():
+    here = start_on_cpu(3)
+    states = here.gathered(build(DrawnElsewhere, here, seed=0).model.state_dict())
+    wanted = torch.tensor(np.random.default_rng(0).normal(size=(4, 3))).t()
+    for state in states:
+        assert torch.equal(state["weight"], wanted)
+        assert state["scale"].item() == 0 and state["steps"].item() == 0 and state["mask"].item() is True
+
+
+@pytest.mark.ranks(2)
+def test_the_seed_decides_the_weights_on_any_number_of_ranks():
+    here = start_on_cpu(2)
+    torch.manual_seed(5)
+    wanted = nn.Linear(3, 2)
+    torch.manual_seed(77 + here.rank)
+    built = build(lambda: nn.Linear(3, 2), here, seed=5).model
+    assert torch.equal(built.weight, wanted.weight)
+    assert not torch.equal(build(lambda: nn.Linear(3, 2), here, seed=6).model.weight, wanted.weight)
+
+
+@pytest.mark.ranks(3)
+def test_ranks_draw_numbers_of_their_own_while_they_train():
+    """Dropout that leaves out the same units on every rank would make their samples alike."""
+    here = start_on_cpu(3)
+    draws = []
+    for seed in (0, 1):
+        build(lambda: nn.Linear(3, 2), here, seed)
+        draws += here.gathered(torch.rand(4).tolist())
+    assert len({tuple(draw) for draw in draws}) == 6
+
+
+@pytest.mark.ranks(2)
+def test_the_same_run_draws_the_same_numbers_again():
+    here = start_on_cpu(2)
+    build(lambda: nn.Linear(3, 2), here, seed=3)
+    first = torch.rand(4)
+    build(lambda: nn.Linear(3, 2), here, seed=3)
+    assert torch.equal(first, torch.rand(4))
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_is_no_module_is_refused():
+    with pytest.raises(UserError, match=r"Experiment\(model=…\) returned int; it must return a torch nn.Module"):
+        build(lambda: 3, start_on_cpu(2), seed=0)  # type: ignore[arg-type,return-value]
+
+
+class TwoInputs(nn.Module):
+    def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a - b
+
+
+def test_inputs_are_spread_over_the_models_arguments():
+    a, b = torch.tensor(5.0), torch.tensor(3.0)
+    assert call(TwoInputs(), (a, b)) == call(TwoInputs(), [a, b]) == call(TwoInputs(), {"b": b, "a": a}) == 2
+    assert call(nn.Identity(), a) == 5

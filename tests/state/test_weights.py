@@ -1,0 +1,149 @@
+"""Weights on disk: what was written comes back, whole, and nothing else is ever read."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import nn
+
+from meshrun import UserError
+from meshrun.state.weights import load_weights, save_tensors, save_weights
+
+
+def net(width: int = 4) -> nn.Module:
+    return nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 2))
+
+
+class Tied(nn.Module):
+    """The embedding is also the output layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_weights_and_buffers_come_back(tmp_path: Path):
+    saved, other = net(), net()
+    saved[1].running_mean += 3
+    save_weights(saved, tmp_path / "w.safetensors", {"step": 7})
+    load_weights(other, tmp_path / "w.safetensors")
+    for name, value in saved.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name
+    with safe_open(tmp_path / "w.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(saved.state_dict())
+
+
+def test_what_is_written_about_them_comes_back_as_it_was(tmp_path: Path):
+    about = {"step": 120, "loss": 0.0712345678901234, "name": "val", "done": True}
+    save_weights(net(), tmp_path / "w.safetensors", about)
+    assert load_weights(net(), tmp_path / "w.safetensors") == about
+
+
+def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path):
+    saved, other = Tied(), Tied()
+    save_weights(saved, tmp_path / "w.safetensors", {"step": 3})
+    with safe_open(tmp_path / "w.safetensors", framework="pt") as file:
+        assert len(list(file.keys())) == 1
+    assert load_weights(other, tmp_path / "w.safetensors") == {"step": 3}
+    assert torch.equal(other.embed.weight, saved.embed.weight) and other.head.weight is other.embed.weight
+
+
+def test_a_file_of_another_program_is_read_without_a_word_about_it(tmp_path: Path):
+    save_file(net().state_dict(), tmp_path / "w.safetensors", metadata={"format": "pt"})
+    assert load_weights(net(), tmp_path / "w.safetensors") == {}
+
+
+def test_folders_on_the_way_are_made(tmp_path: Path):
+    save_tensors({"a": torch.ones(2)}, tmp_path / "x" / "y" / "w.safetensors", {})
+    assert (tmp_path / "x" / "y" / "w.safetensors").is_file()
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path):
+    path = tmp_path / "w.safetensors"
+    save_tensors({"a": torch.ones(2)}, path, {})
+    old = path.read_bytes()
+    shared = torch.zeros(4)
+    with pytest.raises(RuntimeError, match="share memory"):
+        save_tensors({"a": shared, "b": shared}, path, {})
+    with pytest.raises(TypeError):
+        save_weights(net(), path, {"bad": object()})
+    assert [each.name for each in tmp_path.iterdir()] == ["w.safetensors"] and path.read_bytes() == old
+
+
+def test_a_process_that_dies_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What is written goes under another name until it is complete."""
+    path = tmp_path / "w.safetensors"
+    save_tensors({"a": torch.ones(2)}, path, {})
+
+    def half(tensors, name, metadata):
+        del tensors, metadata
+        Path(name).write_bytes(b"half of it")
+        assert torch.equal(read(path), torch.ones(2)), "a reader in this moment sees the old file"
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr("meshrun.state.weights.save_file", half)
+    with pytest.raises(OSError, match="no space"):
+        save_tensors({"a": torch.zeros(2)}, path, {})
+    assert torch.equal(read(path), torch.ones(2))
+
+
+def read(path: Path) -> torch.Tensor:
+    with safe_open(path, framework="pt") as file:
+        return file.get_tensor("a")
+
+
+def test_weights_of_another_shape_are_refused_in_a_sentence(tmp_path: Path):
+    path = tmp_path / "w.safetensors"
+    save_weights(net(4), path, {})
+    with pytest.raises(UserError) as caught:
+        load_weights(net(5), path)
+    assert str(caught.value).startswith(f"the weights in {path} are of another model: ")
+    assert "0.weight" in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_weights_of_other_names_are_refused_in_a_sentence(tmp_path: Path):
+    path = tmp_path / "w.safetensors"
+    save_weights(net(), path, {})
+    with pytest.raises(UserError, match="are of another model: .*embed"):
+        load_weights(Tied(), path)
+
+
+class Trap:
+    """Unpickled, it leaves a file behind."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return (Path.touch, (self.path,))
+
+
+def test_a_pickle_under_the_name_of_weights_is_refused_and_not_run(tmp_path: Path):
+    path, sign = tmp_path / "w.safetensors", tmp_path / "sign"
+    path.write_bytes(pickle.dumps(Trap(sign)))
+    with pytest.raises(UserError, match=r"cannot read weights from .*w\.safetensors: "):
+        load_weights(net(), path)
+    torch.save({"0.weight": torch.ones(2)}, path)
+    with pytest.raises(UserError, match=r"cannot read weights from .*w\.safetensors: "):
+        load_weights(net(), path)
+    assert not sign.exists()
+
+
+def test_a_missing_file_is_refused_in_a_sentence(tmp_path: Path):
+    with pytest.raises(UserError, match=r"cannot read weights from .*none\.safetensors: .*[Nn]o such file"):
+        load_weights(net(), tmp_path / "none.safetensors")
+
+
+def test_half_a_file_is_refused_in_a_sentence(tmp_path: Path):
+    path = tmp_path / "w.safetensors"
+    save_weights(net(), path, {})
+    path.write_bytes(path.read_bytes()[:-20])
+    with pytest.raises(UserError, match="cannot read weights from"):
+        load_weights(net(), path)

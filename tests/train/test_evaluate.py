@@ -1,0 +1,124 @@
+"""Evaluation: every sample once on any number of ranks, with the statistics of all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshrun import Loss, accuracy, token_cross_entropy
+from meshrun.train.loop import Trainer
+from tests.train.small import on_ranks, points, small, start_on_cpu
+
+SAMPLES = points(11, seed=9)
+
+
+def confident(outputs: Tensor, targets: Tensor) -> Loss:
+    """How often the model is right among those samples where it is sure: a count of its own."""
+    sure = outputs.softmax(-1).amax(-1) > 0.5
+    return Loss((outputs.argmax(-1) == targets)[sure].sum(), sure.sum())
+
+
+@on_ranks(1, 2, 3, 4)
+def test_eleven_samples_are_counted_once_on_any_number_of_ranks(ranks: int):
+    metrics = {"accuracy": accuracy, "confident": confident}
+    for micro in (None, 1, 2):
+        experiment = small(20, 6, micro=micro, evals={"val": SAMPLES, "one": points(1)}, metrics=metrics)
+        trainer = Trainer(experiment, start_on_cpu(ranks))
+        list(trainer.steps())
+        scores = trainer.evaluate()
+        inputs, targets = SAMPLES.tensors
+        with torch.no_grad():
+            outputs = trainer.model(inputs)
+        sure = outputs.softmax(-1).amax(-1) > 0.5
+        hits = outputs.argmax(-1) == targets
+        assert 0 < sure.sum() < 11 and hits.sum() > 0, "the metrics must have something to tell"
+        assert scores["val"] == {
+            "loss": pytest.approx(F.cross_entropy(outputs, targets).item(), rel=1e-6),
+            "count": 11,
+            "accuracy": hits.sum().item() / 11,
+            "confident": hits[sure].sum().item() / sure.sum().item(),
+        }
+        assert scores["one"]["count"] == 1
+
+
+@pytest.mark.ranks(3)
+def test_all_ranks_have_the_same_scores():
+    experiment = small(20, 6, evals={"val": SAMPLES}, metrics={"accuracy": accuracy})
+    here = start_on_cpu(3)
+    trainer = Trainer(experiment, here)
+    assert len({str(scores) for scores in here.gathered(trainer.evaluate())}) == 1
+
+
+@pytest.mark.ranks(2)
+def test_ragged_tokens_are_averaged_over_tokens():
+    tokens = torch.arange(24).reshape(4, 6) % 7
+    targets = tokens.clone()
+    targets[0, 1:] = targets[1, 2:] = -100
+    data = [(tokens[row], targets[row]) for row in range(4)]
+    model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 7))
+    experiment = small(
+        4, 4, train=data, evals={"val": data}, loss=token_cross_entropy, model=lambda: model, optimizer=torch.optim.SGD
+    )
+    scores = Trainer(experiment, start_on_cpu(2)).evaluate()["val"]
+    assert scores["count"] == 15
+    with torch.no_grad():
+        wanted = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    assert scores["loss"] == pytest.approx(wanted.item(), rel=1e-6)
+
+
+def with_statistics() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 3))
+
+
+@pytest.mark.ranks(3)
+def test_running_statistics_are_the_same_on_all_ranks_in_evaluation():
+    here = start_on_cpu(3)
+    trainer = Trainer(small(24, 12, model=with_statistics, evals={"val": SAMPLES}), here)
+    list(trainer.steps())
+    norm = trainer.model[1]
+    own = here.gathered(norm.running_mean.clone())
+    assert not torch.equal(own[0], own[1]), "each rank has seen samples of its own"
+    scores = trainer.evaluate()
+    together = here.gathered(norm.running_mean.clone())
+    assert torch.equal(together[0], together[1]) and torch.equal(together[0], together[2])
+    torch.testing.assert_close(together[0], torch.stack(own).mean(0))
+    assert int(norm.num_batches_tracked) == 6
+    with torch.no_grad():
+        outputs = trainer.model.eval()(SAMPLES.tensors[0])
+    assert scores["val"]["loss"] == pytest.approx(F.cross_entropy(outputs, SAMPLES.tensors[1]).item(), rel=1e-6)
+
+
+@pytest.mark.ranks(3)
+def test_evaluation_changes_neither_the_mode_nor_tables_that_all_ranks_have():
+    class WithTable(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(5, 3)
+            self.register_buffer("table", torch.randn(1000, generator=torch.Generator().manual_seed(3)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x)
+
+    trainer = Trainer(small(20, 6, model=WithTable, evals={"val": SAMPLES}), start_on_cpu(3))
+    before = trainer.model.table.clone()
+    trainer.model.train()
+    trainer.evaluate()
+    assert trainer.model.training
+    assert torch.equal(trainer.model.table, before), "a mean of three equal numbers must not round them"
+    trainer.model.eval()
+    trainer.evaluate()
+    assert not trainer.model.training
+
+
+@pytest.mark.ranks(2)
+def test_evaluating_between_steps_does_not_change_the_training():
+    here = start_on_cpu(2)
+    losses = []
+    for eval_every in (1, 100):
+        experiment = small(20, 6, evals={"val": SAMPLES})
+        losses.append(Trainer(experiment, here, eval_every=eval_every).train()["losses"])
+    assert losses[0] == losses[1]
+    dist.barrier()

@@ -1,0 +1,264 @@
+"""The loop: an update a step, its numbers, the best and the last weights, and sentences where it must end."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from meshrun import Here, Loss, RunFailed, UserError, accuracy, cross_entropy, mean_squared_error
+from meshrun.data.order import Order
+from meshrun.experiment import Experiment
+from meshrun.state.weights import load_weights
+from meshrun.train.loop import Trainer
+from tests.train.small import on_ranks, plainly, points, small, start_on_cpu
+
+
+def test_steps_yields_after_every_update_with_its_loss(alone: Here):
+    experiment = small(20, 6, steps=5)
+    trainer = Trainer(experiment, alone)
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    plain = plainly(experiment)
+    for number, update in enumerate(trainer.steps()):
+        assert update.step == number and trainer.step == number + 1
+        assert update.loss == pytest.approx(plain.losses[number], rel=1e-6)
+        assert update.grad_norm == pytest.approx(plain.grad_norms[number], rel=1e-6)
+        assert update.samples == Order(20, 6).batch_size(number) == len(update.pieces[0])
+        assert update.seconds > 0 and update.data_wait >= 0
+        after = [p.detach().clone() for p in trainer.model.parameters()]
+        assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the update is done"
+        assert all(p.grad is None for p in trainer.model.parameters())
+        before = after
+    assert trainer.step == 5
+
+
+def test_time_spent_between_updates_is_not_counted_as_training(alone: Here):
+    updates = []
+    for update in Trainer(small(20, 6, steps=3), alone).steps():
+        updates.append(update)
+        time.sleep(0.4)
+    assert updates[-1].seconds < 0.4
+
+
+def test_epochs_become_steps(alone: Here):
+    def steps(length: int, batch: int, epochs: float) -> int:
+        return Trainer(small(length, batch, steps=None, epochs=epochs), alone).total_steps
+
+    assert steps(20, 6, 2) == 8
+    assert steps(20, 6, 0.5) == 2
+    assert steps(20, 20, 0.1) == 1
+
+
+def test_train_returns_the_run_in_numbers(alone: Here):
+    told: list[tuple[str, dict[str, Any]]] = []
+    experiment = small(20, 6, steps=6, evals={"val": points(11, seed=9)}, metrics={"accuracy": accuracy})
+    result = Trainer(experiment, alone, record=lambda kind, **fields: told.append((kind, fields))).train()
+    plain = plainly(experiment)
+    ids = b"".join(Order(20, 6, experiment.seed).batch_ids(step).astype("<i8").tobytes() for step in range(6))
+    assert result["losses"] == pytest.approx(plain.losses, rel=1e-6)
+    assert result["grad_norms"] == pytest.approx(plain.grad_norms, rel=1e-6)
+    assert result["steps"] == 6 and result["samples"] == 20 + 12
+    assert result["sample_ids_sha256"] == hashlib.sha256(ids).hexdigest()
+    assert result["samples_per_s"] > 0 and 0 <= result["data_wait"] < 1
+    assert result["eval"]["val"].keys() == {"loss", "count", "accuracy"}
+    assert [(kind, fields["step"]) for kind, fields in told] == [
+        *[("step", 1), ("step", 2), ("step", 3), ("step", 4), ("eval", 4)],
+        *[("step", 5), ("step", 6), ("eval", 6)],
+    ], "evaluated at the end of an epoch of four steps and at the end of the run"
+    assert [fields["loss"] for kind, fields in told if kind == "step"] == result["losses"]
+
+
+class Wandering(nn.Module):
+    """One number that the training moves upwards; the evaluation would have it stop at 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.at = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.at.expand(len(x))
+
+
+def towards(goal: float, length: int) -> TensorDataset:
+    return TensorDataset(torch.zeros(length), torch.full((length,), goal))
+
+
+def wandering() -> Experiment:
+    """Steps to 1, 2, 3, 4 and 5: the loss of the evaluation falls to 0 and rises again."""
+    return Experiment(
+        model=Wandering,
+        train=towards(1e6, 8),
+        loss=mean_squared_error,
+        evals={"decides": towards(3.0, 5), "does not": towards(5.0, 5)},
+        optimizer=lambda p: torch.optim.SGD(p, lr=1.0),
+        clip=1.0,
+        batch=4,
+        steps=5,
+    )
+
+
+@on_ranks(1, 2)
+def test_the_best_weights_are_those_of_the_lowest_loss_and_the_last_are_kept_as_well(ranks: int, tmp_path: Path):
+    here = start_on_cpu(ranks)
+    result = Trainer(wandering(), here, eval_every=1, weights=tmp_path).train()
+    if ranks > 1:
+        dist.barrier()
+    best, last = Wandering(), Wandering()
+    about = load_weights(best, tmp_path / "best.safetensors")
+    assert best.at.item() == pytest.approx(3, abs=1e-3)
+    assert about["step"] == result["best"]["step"] == 3
+    assert about["loss"] == result["best"]["loss"] == pytest.approx(0, abs=1e-5)
+    assert load_weights(last, tmp_path / "last.safetensors") == {"step": 5}
+    assert last.at.item() == pytest.approx(5, abs=1e-3)
+    assert result["eval"]["decides"]["loss"] == pytest.approx(4, rel=1e-3), "the scores are those of the last weights"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["best.safetensors", "last.safetensors"]
+
+
+def test_weights_are_evaluated_every_so_many_steps_and_once_at_the_end(alone: Here):
+    evaluated = []
+
+    def record(kind: str, **fields: Any) -> None:
+        if kind == "eval":
+            evaluated.append(fields["step"])
+
+    Trainer(wandering(), alone, eval_every=2, record=record).train()
+    assert evaluated == [2, 4, 5]
+
+
+@pytest.mark.ranks(2)
+def test_without_evaluation_the_last_weights_hold_the_statistics_of_all_ranks(tmp_path: Path):
+    def with_statistics() -> nn.Module:
+        return nn.Sequential(nn.BatchNorm1d(5), nn.Linear(5, 3))
+
+    trainer = Trainer(small(20, 8, model=with_statistics), start_on_cpu(2), weights=tmp_path)
+    trainer.train()
+    dist.barrier()
+    saved = with_statistics()
+    load_weights(saved, tmp_path / "last.safetensors")
+    assert torch.equal(saved[0].running_mean, trainer.model[0].running_mean)
+
+
+def poisoned(length: int, bad: int) -> TensorDataset:
+    inputs, targets = points(length).tensors
+    inputs[bad, 2] = math.nan
+    return TensorDataset(inputs, targets)
+
+
+@on_ranks(1, 3)
+def test_a_loss_that_is_not_a_number_names_step_rank_and_samples(ranks: int):
+    here = start_on_cpu(ranks)
+    order = Order(24, 6, 4)
+    bad = int(order.batch_ids(2)[3])  # of six samples, two a rank: rank 1 of 3 has it
+    trainer = Trainer(small(24, 6, train=poisoned(24, bad)), here)
+    with pytest.raises(RunFailed) as caught:
+        list(trainer.steps())
+    mine = order.batch_ids(2)[2:4] if ranks == 3 else order.batch_ids(2)
+    names = ", ".join(str(number) for number in mine)
+    assert str(caught.value) == f"loss is nan at step 3, on rank {ranks // 2}, with the training samples {names}"
+    assert len(trainer.totals.losses) == 2
+    assert all(p.isfinite().all() for p in trainer.model.parameters()), "the weights are still those of step 2"
+
+
+def test_of_many_samples_only_the_first_few_are_named(alone: Here):
+    ids = Order(24, 20, 4).batch_ids(0)
+    with pytest.raises(RunFailed, match=f"with the training samples {', '.join(map(str, ids[:8]))} and 12 more$"):
+        list(Trainer(small(24, 20, train=poisoned(24, int(ids[15]))), alone).steps())
+
+
+def root_of_error(outputs: Tensor, targets: Tensor) -> Loss:
+    """0 where the model is right, and there its slope is infinite."""
+    return Loss((0 * outputs[:, 0]).abs().sqrt().sum(), len(targets))
+
+
+def test_a_gradient_that_is_not_finite_is_told_from_a_loss_that_is_not(alone: Here):
+    with pytest.raises(RunFailed, match="gradient norm is nan at step 1 while the loss is 0; a smaller learning rate"):
+        list(Trainer(small(20, 6, loss=root_of_error), alone).steps())
+
+
+@on_ranks(1, 2)
+def test_counts_that_add_up_to_nothing_are_named(ranks: int):
+    def counts_nothing(outputs: Tensor, targets: Tensor) -> Loss:
+        return Loss(0 * outputs.sum(), 0 * len(targets))
+
+    with pytest.raises(RunFailed, match="loss is nan at step 1: the counts of all ranks add up to 0"):
+        list(Trainer(small(20, 6, loss=counts_nothing), start_on_cpu(ranks)).steps())
+
+
+def mean_of(outputs: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(outputs, targets).total / len(targets)
+
+
+@pytest.mark.parametrize(
+    "loss, said",
+    [
+        (mean_of, r"loss returned Tensor; it must return Loss\(total, count\).*reduction='sum'"),
+        (lambda *_: None, "loss returned NoneType; it must return Loss"),
+        (lambda outputs, _: Loss(outputs, 6), r"a Loss whose total is \(6, 3\); it must be a tensor with one value"),
+        (lambda *_: Loss(1.5, 6), "a Loss whose total is float; it must be a tensor with one value"),
+    ],
+)
+def test_a_loss_that_is_no_loss_is_refused(loss: Any, said: str, alone: Here):
+    with pytest.raises(UserError, match=said):
+        list(Trainer(small(20, 6, loss=loss), alone).steps())
+
+
+def test_a_metric_that_is_no_loss_is_refused_by_its_name(alone: Here):
+    experiment = small(20, 6, evals={"val": points(4)}, metrics={"hits": mean_of})
+    with pytest.raises(UserError, match=r"hits returned Tensor; it must return Loss\(total, count\)"):
+        Trainer(experiment, alone).evaluate()
+
+
+def test_samples_that_are_no_pairs_are_refused(alone: Here):
+    with pytest.raises(UserError, match=r"a sample is Tensor; a dataset must give pairs of \(inputs, targets\)"):
+        list(Trainer(small(20, 6, train=torch.zeros(20, 5)), alone).steps())
+    triples = TensorDataset(*[torch.zeros(20, 5)] * 3)
+    with pytest.raises(UserError, match=r"pairs of \(inputs, targets\)"):
+        list(Trainer(small(20, 6, train=triples), alone).steps())
+
+
+def test_a_model_that_is_no_module_is_refused(alone: Here):
+    with pytest.raises(UserError, match=r"Experiment\(model=…\) returned str; it must return a torch nn.Module"):
+        Trainer(small(20, 6, model=lambda: "net"), alone)
+
+
+def test_a_trainer_that_goes_on_goes_on_where_it_stopped(alone: Here):
+    """Whoever leaves the loop and comes back neither misses samples nor sees them twice."""
+    trainer = Trainer(small(20, 6, steps=6), alone)
+    for update in trainer.steps():
+        if update.step == 2:
+            break
+    list(trainer.steps())
+    assert trainer.totals.losses == pytest.approx(plainly(small(20, 6, steps=6)).losses, rel=1e-6)
+
+
+class Precise(nn.Module):
+    """Tells in which arithmetic its layer computes."""
+
+    seen: set[torch.dtype]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.seen = set()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.layer(x)
+        self.seen.add(out.dtype)
+        return out.float()
+
+
+@pytest.mark.parametrize("precision, dtype", [("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_bf16_computes_products_in_bfloat16_and_keeps_weights_in_fp32(precision: str, dtype: torch.dtype, alone: Here):
+    experiment = small(20, 6, model=Precise, precision=precision, evals={"val": points(4)})
+    trainer = Trainer(experiment, alone)
+    result = trainer.train()
+    assert trainer.model.seen == {dtype} and trainer.model.layer.weight.dtype == torch.float32
+    assert result["losses"] == pytest.approx(plainly(small(20, 6, model=Precise)).losses, rel=2e-2)

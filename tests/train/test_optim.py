@@ -1,0 +1,172 @@
+"""The optimizer's side: schedules, each group's own rate, the fused form, and the scaling of gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer, RMSprop
+
+from meshrun import Here, Schedule, UserError
+from meshrun.train.loop import Trainer
+from meshrun.train.optim import make, scale_gradients
+from tests.train.small import small
+
+
+def rates(schedule: Schedule, steps: int) -> list[float]:
+    return [schedule.factor(step, steps) for step in range(steps)]
+
+
+def test_warm_up_rises_evenly_and_ends_at_the_full_rate():
+    assert rates(Schedule("constant", warmup=4), 7) == pytest.approx([0.2, 0.4, 0.6, 0.8, 1, 1, 1])
+
+
+def test_cosine_falls_from_the_full_rate_to_the_final_one():
+    factors = rates(Schedule("cosine", final=0.1), 11)
+    assert factors == pytest.approx([0.1 + 0.9 * (1 + math.cos(math.pi * step / 10)) / 2 for step in range(11)])
+    assert factors[0] == 1 and factors[5] == pytest.approx(0.55) and factors[-1] == pytest.approx(0.1)
+
+
+def test_linear_falls_evenly_after_the_warm_up():
+    assert rates(Schedule("linear", warmup=2), 7) == pytest.approx([1 / 3, 2 / 3, 1, 0.75, 0.5, 0.25, 0])
+    assert rates(Schedule("linear", final=0.5), 3) == pytest.approx([1, 0.75, 0.5])
+
+
+def test_constant_stays_and_knows_no_final_rate():
+    assert rates(Schedule("constant", final=0.3), 4) == [1, 1, 1, 1]
+
+
+def test_a_warm_up_below_one_is_a_share_of_the_run():
+    assert rates(Schedule("cosine", warmup=0.25), 40) == rates(Schedule("cosine", warmup=10), 40)
+    assert rates(Schedule("linear", warmup=0.5), 8) == rates(Schedule("linear", warmup=4), 8)
+
+
+def test_a_run_shorter_than_its_warm_up_keeps_rising():
+    assert rates(Schedule("cosine", warmup=9), 3) == pytest.approx([0.1, 0.2, 0.3])
+
+
+def test_a_factor_never_leaves_its_range_beyond_the_last_step():
+    assert Schedule("cosine", final=0.1).factor(50, 10) == pytest.approx(0.1)
+    assert Schedule("linear", final=0.1).factor(50, 10) == pytest.approx(0.1)
+
+
+def test_a_run_of_one_step_has_the_full_rate():
+    assert [rates(Schedule(kind), 1) for kind in ("cosine", "linear", "constant")] == [[1], [1], [1]]
+
+
+@pytest.mark.parametrize("fields", [{"kind": "cosin"}, {"warmup": -1}])
+def test_a_schedule_that_cannot_be_is_refused(fields: dict):
+    ((name, value),) = fields.items()
+    with pytest.raises(UserError, match=f"schedule {name} is .*{value}"):
+        Schedule(**fields)
+
+
+def two_groups(parameters) -> Optimizer:
+    """Biases learn ten times as fast."""
+    weights, biases = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() == 1]
+    return SGD([{"params": weights, "lr": 0.01}, {"params": biases, "lr": 0.1}])
+
+
+def test_a_schedule_scales_each_groups_own_rate(alone: Here):
+    trainer = Trainer(small(20, 5, steps=4, optimizer=two_groups, schedule=Schedule("linear", final=0.4)), alone)
+    seen = []
+    for update in trainer.steps():
+        seen.append([group["lr"] for group in trainer.optimizer.param_groups])
+        assert update.learning_rate == seen[-1][0]
+    wanted = [[0.01 * factor, 0.1 * factor] for factor in (1, 0.8, 0.6, 0.4)]
+    assert seen == [pytest.approx(each) for each in wanted]
+
+
+def test_any_function_of_step_and_steps_is_a_schedule(alone: Here):
+    trainer = Trainer(small(20, 5, steps=3, optimizer=two_groups, schedule=lambda step, steps: step / steps), alone)
+    assert [update.learning_rate for update in trainer.steps()] == pytest.approx([0, 0.01 / 3, 0.02 / 3])
+
+
+def test_without_a_schedule_the_rate_stays(alone: Here):
+    trainer = Trainer(small(20, 5, steps=3, optimizer=two_groups), alone)
+    assert [update.learning_rate for update in trainer.steps()] == [0.01] * 3
+
+
+def test_the_scale_of_a_changed_batch_multiplies_every_groups_rate():
+    made = make(two_groups, list(nn.Linear(3, 2).parameters()), scale=4)
+    assert [group["lr"] for group in made.param_groups] == pytest.approx([0.04, 0.4])
+
+
+def settings(optimizer: Callable[..., Optimizer], parameters: list[nn.Parameter]) -> tuple[object, object]:
+    (group,) = make(optimizer, parameters, scale=1).param_groups
+    return group.get("fused"), group.get("foreach")
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW])
+def test_an_optimizer_is_fused_where_the_user_has_not_chosen(kind: type[Optimizer]):
+    parameters = list(nn.Linear(3, 2).parameters())
+    assert settings(lambda p: kind(p, lr=0.1), parameters)[0] is True
+    assert settings(lambda p: kind(p, lr=0.1, foreach=True), parameters) == (None, True)
+    assert settings(lambda p: kind(p, lr=0.1, foreach=False), parameters) == (None, False)
+    assert settings(lambda p: kind(p, lr=0.1, fused=False), parameters)[0] is False
+    assert settings(lambda p: kind(p, lr=0.1, differentiable=True), parameters)[0] is None
+
+
+def test_an_optimizer_that_cannot_be_fused_is_left_alone():
+    parameters = list(nn.Linear(3, 2).parameters())
+    assert settings(lambda p: RMSprop(p, lr=0.1), parameters)[0] is None
+    assert settings(lambda p: AdamW(p, lr=torch.tensor(0.1)), parameters)[0] is None
+    complex_ones = [nn.Parameter(torch.zeros(2, dtype=torch.complex64))]
+    assert settings(lambda p: AdamW(p, lr=0.1), complex_ones)[0] is None
+
+
+def test_a_fused_optimizer_computes_what_the_plain_one_does():
+    models = [nn.Linear(3, 2) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    fused = make(lambda p: AdamW(p, lr=0.1), list(models[0].parameters()), scale=1)
+    plain = AdamW(models[1].parameters(), lr=0.1, foreach=False)
+    for _ in range(3):
+        for model, optimizer in zip(models, (fused, plain), strict=True):
+            model(torch.ones(4, 3)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(models[0].weight, models[1].weight)
+
+
+def test_what_is_no_optimizer_is_refused():
+    parameters = list(nn.Linear(3, 2).parameters())
+    with pytest.raises(UserError, match=r"Experiment\(optimizer=…\) returned dict; it must return a torch Optimizer"):
+        make(lambda _: {}, parameters, scale=1)  # type: ignore[arg-type,return-value]
+
+
+def test_a_model_without_trainable_parameters_is_refused(alone: Here):
+    def frozen() -> nn.Module:
+        return nn.Linear(5, 3).requires_grad_(False)
+
+    with pytest.raises(UserError, match="no parameter that requires a gradient"):
+        Trainer(small(20, 5, model=frozen), alone)
+
+
+def gradients_of(*sizes: int) -> list[nn.Parameter]:
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    for number, each in enumerate(parameters):
+        each.grad = torch.arange(1.0, 1 + each.numel()) * (number + 1)
+    return parameters
+
+
+@pytest.mark.parametrize("clip", [None, 0.5, 1e9])
+@pytest.mark.parametrize("factor", [1.0, 0.25, 3.0])
+def test_gradients_are_scaled_then_clipped_as_torch_clips(clip: float | None, factor: float):
+    ours, theirs = gradients_of(3, 5), gradients_of(3, 5)
+    norm = scale_gradients(ours, torch.tensor(factor, dtype=torch.float64), clip)
+    for each in theirs:
+        each.grad *= factor
+    wanted = nn.utils.clip_grad_norm_(theirs, math.inf if clip is None else clip)
+    torch.testing.assert_close(norm.float(), wanted)
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine.grad, other.grad)
+
+
+def test_parameters_without_a_gradient_are_passed_over():
+    parameters = gradients_of(3, 5)
+    parameters[1].grad = None
+    assert float(scale_gradients(parameters, torch.tensor(2.0), None)) == pytest.approx(2 * math.sqrt(14))
+    assert parameters[1].grad is None
