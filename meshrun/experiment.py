@@ -121,6 +121,13 @@ class Experiment:
         for name in ("model", "loss", "optimizer"):
             if not callable(getattr(self, name)):
                 raise UserError(f"Experiment({name}=…) is {_described(getattr(self, name))}; it must be a function")
+        if self.schedule is not None and not (isinstance(self.schedule, Schedule) or callable(self.schedule)):
+            raise UserError(
+                f"schedule is {_described(self.schedule)}; it must be a Schedule or a function of (step, steps)"
+            )
+        for name in ("evals", "metrics"):
+            if not isinstance(getattr(self, name), Mapping):
+                raise UserError(f"{name} is {_described(getattr(self, name))}; it must be a dict with a name for each")
         _check_dataset("train", self.train)
         for name, data in self.evals.items():
             _check_dataset(f"evals[{name!r}]", data)
@@ -132,10 +139,10 @@ class Experiment:
             raise UserError("Experiment has neither epochs nor steps; give one of them, or --steps")
         _check_number("steps", self.steps, 1)
         _check_number("micro", self.micro, 1)
-        if self.epochs is not None and not self.epochs > 0:
-            raise UserError(f"epochs is {self.epochs}; it must be above 0 (--epochs)")
-        if self.clip is not None and not self.clip > 0:
-            raise UserError(f"clip is {self.clip}; it must be above 0, or absent (--clip)")
+        if self.epochs is not None and not (_is_number(self.epochs) and 0 < self.epochs < math.inf):
+            raise UserError(f"epochs is {self.epochs!r}; it must be above 0 (--epochs)")
+        if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
+            raise UserError(f"clip is {self.clip!r}; it must be above 0, or absent (--clip)")
         if self.precision not in PRECISIONS:
             raise UserError(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)} (--precision)")
         if self.batch > len(self.train):
@@ -147,6 +154,10 @@ class Experiment:
 
 def _described(value: object) -> str:
     return f"{value!r} of type {type(value).__name__}" if isinstance(value, int | float | str) else type(value).__name__
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _check_number(name: str, value: int | None, least: int) -> None:

@@ -111,7 +111,8 @@ class Here:
         except RuntimeError as error:
             text = str(error).lower()
             # gloo raises plain RuntimeErrors, which name its source files; others may be the user's own.
-            if not isinstance(error, dist.DistError) and "gloo" not in text and "nccl" not in text:
+            ours = isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "pair closure"))
+            if not ours:
                 raise
             me = f"rank {self.rank} on {self.world.host}"
             if "timed out" in text or "timeout" in text:
@@ -119,7 +120,7 @@ class Here:
                 raise PeerLost(
                     f"{me} waited {waited:.0f} s for {what} and gave up: another rank never got there (--timeout)"
                 ) from error
-            if "connection" in text or "socket" in text or "peer" in text:
+            if any(word in text for word in ("connection", "socket", "peer", "broken pipe", "remote process")):
                 raise PeerLost(f"{me} lost another rank while it waited for {what}") from error
             raise
 
@@ -190,8 +191,10 @@ def _meet(meeting: Meeting) -> Here:
         )
         if world.rank == 0 and world.address is None:
             withdraw(meeting.runs, world.job, world.attempt)
-    shape = tuple(layout.degree(axis) for axis in AXES)
-    return Here(world, layout, device, init_device_mesh(device.type, shape, mesh_dim_names=AXES), meeting.timeout)
+    # Only axes of more than one rank: gloo keeps a thread for each group, which costs time in every step.
+    axes = tuple(axis for axis in AXES if layout.degree(axis) > 1)
+    shape = tuple(layout.degree(axis) for axis in axes)
+    return Here(world, layout, device, init_device_mesh(device.type, shape, mesh_dim_names=axes), meeting.timeout)
 
 
 def _layout_of(world: World, text: str) -> Layout:
@@ -313,13 +316,16 @@ def _all_arrived(world: World, store: Store, place: str, timeout: float) -> Stor
             store.set("verdict", _shared_places([store.get(key).decode() for key in keys]))
         else:
             store.wait(["verdict"], timedelta(seconds=timeout + 5))
+        verdict = store.get("verdict").decode()
     except RuntimeError as error:
-        missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        me = f"rank {world.rank} on {world.host}"
+        try:
+            missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
+        except RuntimeError:
+            raise PeerLost(f"{me} lost rank 0 while it waited for all {world.size} ranks to arrive") from error
         who = f"rank{'s' * (len(missing) > 1)} {', '.join(missing[:8])}{', …' * (len(missing) > 8)}"
-        raise PeerLost(
-            f"rank {world.rank} on {world.host} waited {timeout:.0f} s for {who} of {world.size} to arrive (--timeout)"
-        ) from error
-    if verdict := store.get("verdict").decode():
+        raise PeerLost(f"{me} waited {timeout:.0f} s for {who} of {world.size} to arrive (--timeout)") from error
+    if verdict:
         raise SharedError(verdict)
     return store
 

@@ -52,20 +52,30 @@ class Loader:
     def __init__(self, dataset: MapDataset, order: Order, part: int, of: int, reading: Reading) -> None:
         self.dataset, self.order, self.part, self.of, self.reading = dataset, order, part, of, reading
 
-    def pieces(self, ids: Ids) -> list[list[int]]:
-        """This replica's micro-batches of a global batch."""
+    def plan(self, step: int) -> tuple[Ids, list[list[int]]]:
+        """The global batch of a step, and this replica's micro-batches of it."""
+        ids = self.order.batch_ids(step)
         mine = slice_of(ids, self.part, self.of)
-        return [piece.tolist() for piece in micro_batches(mine, self.reading.micro)]
+        return ids, [piece.tolist() for piece in micro_batches(mine, self.reading.micro)]
 
     def steps(self, start: int, stop: int) -> Iterator[StepData]:
         """Every step from `start` up to `stop`, read ahead."""
-        ahead = (piece for step in range(start, stop) for piece in self.pieces(self.order.batch_ids(step)))
-        batches = iter(_torch_loader(self.dataset, ahead, self.reading))
+        # Readers plan ahead of the loop, or just behind it where there are none: whoever comes second finds the plan.
+        plans: dict[int, tuple[Ids, list[list[int]]]] = {}
+
+        def ahead() -> Iterator[list[int]]:
+            for step in range(start, stop):
+                plan = plans.get(step) or self.plan(step)
+                if plan[1]:
+                    plans[step] = plan
+                yield from plan[1]
+
+        batches = iter(_torch_loader(self.dataset, ahead(), self.reading))
         for step in range(start, stop):
-            ids = self.order.batch_ids(step)
-            pieces = self.pieces(ids)
+            ids, pieces = plans[step] = plans.get(step) or self.plan(step)
             began = time.perf_counter()
             read = [next(batches) for _ in pieces]
+            del plans[step]
             yield StepData(step, ids, pieces, read, time.perf_counter() - began)
 
 

@@ -59,7 +59,8 @@ class Order:
             return np.arange(start, stop, dtype=np.int64)
         first = start // _BLOCK
         blocks = [_block(self.seed, epoch, self.length, block) for block in range(first, (stop - 1) // _BLOCK + 1)]
-        return np.concatenate(blocks)[start - first * _BLOCK : stop - first * _BLOCK]
+        whole = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
+        return whole[start - first * _BLOCK : stop - first * _BLOCK].copy()
 
 
 def slice_of(ids: Run, part: int, of: int) -> Run:

@@ -2,12 +2,16 @@
 
     placed = apply(model, here)
     for last, piece in …:
-        with placed.accumulating(reduce=last): (loss * scale).backward()
-    placed.finish_reduction()
+        with placed.accumulating(reduce=last):
+            placed.backward(loss * scale, sums if last else None)
+    sums = placed.finish_reduction()           # gradients are means, sums are sums over all replicas
 
 torch's DistributedDataParallel reduces while the backward pass still runs. Two kinds of step it cannot do, and they are
 reduced here after the backward pass instead: the first one, which finds out whether the model has parameters that take
 no part in the loss (DDP must know before it is made), and one in which a rank has no samples at all.
+
+The sums of a step travel as the gradient of a parameter that is no part of the model (`Cargo`): a collective of their
+own would cost more than all else that is done for them.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshrun.errors import RunFailed
@@ -43,6 +47,38 @@ def apply(model: nn.Module, here: Here) -> Replicated:
     return Replicated(model, here)
 
 
+class Cargo(nn.Module):
+    """The model, and beside it a parameter whose gradient carries (total, count) to all replicas.
+
+    Gradients are fp32: a count goes as two digits, which stay whole numbers, and a total as itself and what rounding
+    took away.
+    """
+
+    DIGIT = 4096
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        super().__init__()
+        self.model = model
+        self.hold = nn.Parameter(torch.zeros(4, device=device))
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.model(*inputs, **named)
+
+    def load(self, sums: Tensor, replicas: int) -> Tensor:
+        """The gradient to send; multiplied so that it is the sum and not the mean that arrives."""
+        total, count = sums[0], sums[1]
+        rounded = total.float().double()
+        upper = torch.floor(count / self.DIGIT)
+        return torch.stack([rounded, total - rounded, upper, count - upper * self.DIGIT]).float() * replicas
+
+    def unload(self) -> Tensor:
+        """The sums over all replicas; the hold is empty after it."""
+        assert self.hold.grad is not None
+        rounded, rest, upper, lower = self.hold.grad.double().unbind()
+        self.hold.grad = None
+        return torch.stack([rounded + rest, upper * self.DIGIT + lower])
+
+
 class Replicated:
     """A model whose gradients are the mean over all replicas after `finish_reduction`."""
 
@@ -50,8 +86,11 @@ class Replicated:
         self.model, self.here = model, here
         self.parameters = [each for each in model.parameters() if each.requires_grad]
         self._ddp: DistributedDataParallel | None = None
+        self._cargo: Cargo | None = None
         self._by_hand = False
         self._always_used = set(self.parameters)
+        self._sums: Tensor | None = None
+        self._summing: dist.Work | None = None
 
     def begin_step(self, every_rank_has_samples: bool) -> None:
         """Decide how the gradients of this step are reduced; all ranks decide the same."""
@@ -73,22 +112,44 @@ class Replicated:
             with self._ddp.no_sync():
                 yield
 
-    def finish_reduction(self) -> None:
-        """After the last backward pass of a step: every gradient is the mean over the replicas."""
-        if not self._by_hand:
-            self._refuse_missing()
+    def backward(self, loss: Tensor | None, sums: Tensor | None) -> None:
+        """Add the gradients of a loss; `sums`, given with the last one of a step, are added over all replicas."""
+        if loss is not None and sums is not None and self._cargo is not None and not self._by_hand:
+            torch.autograd.backward([loss, self._cargo.hold], [None, self._cargo.load(sums, self.here.replicas)])
             return
-        used_by_all = self._reduce_by_hand()
-        if self._ddp is None:
-            # Gradients must not live in DDP's buckets before it is made, so it is made for the next step on.
-            self._ddp = DistributedDataParallel(
-                self.model,
-                process_group=self._group(),
-                init_sync=False,
-                gradient_as_bucket_view=True,
-                find_unused_parameters=not used_by_all,
-                **_KEEP_BUFFERS,
-            )
+        if sums is not None:
+            self._sums = sums.clone()
+            self._summing = self.here.sum(self._sums)
+        if loss is not None:
+            loss.backward()
+
+    def finish_reduction(self) -> Tensor:
+        """After the last backward pass of a step: every gradient is the mean over the replicas; returns the sums."""
+        if self._by_hand:
+            used_by_all = self._reduce_by_hand()
+            if self._ddp is None:
+                self._make_ddp(used_by_all)
+        else:
+            self._refuse_missing()
+            if self._cargo is not None:
+                return self._cargo.unload()
+        if self._summing is not None:
+            self._summing.wait()
+        assert self._sums is not None
+        return self._sums
+
+    def _make_ddp(self, all_are_used: bool) -> None:
+        """Gradients must not live in DDP's buckets before it is made, so it is made for the next step on."""
+        # What is not part of the outputs' graph would pass for an unused parameter, so then sums travel on their own.
+        self._cargo = Cargo(self.model, self.here.device) if all_are_used else None
+        self._ddp = DistributedDataParallel(
+            self._cargo or self.model,
+            process_group=self._group(),
+            init_sync=False,
+            gradient_as_bucket_view=True,
+            find_unused_parameters=not all_are_used,
+            **_KEEP_BUFFERS,
+        )
 
     def agree_on_buffers(self) -> None:
         """Give all ranks the same running statistics: the mean of theirs, or rank 0's where a mean has no sense."""

@@ -52,7 +52,7 @@ class Update:
     data_wait: float
     pieces: list[list[int]]
     """This rank's samples of the step, a list a micro-batch."""
-    values: Tensor
+    values: list[float] | Tensor
     ready: torch.cuda.Event | None
     seconds: float = 0.0
     """Since the update before, less what the caller of `steps` did in between."""
@@ -61,8 +61,9 @@ class Update:
         if self.ready is not None:
             self.ready.synchronize()
             self.ready = None
-        numbers: list[float] = self.values.tolist()
-        return numbers
+        if isinstance(self.values, Tensor):
+            self.values = self.values.tolist()
+        return self.values
 
     @property
     def loss(self) -> float:
@@ -200,12 +201,12 @@ class Trainer:
     def _one(self, data: StepData) -> Update:
         rate = set_learning_rate(self.optimizer, self.experiment.schedule, data.step, self.total_steps)
         values, ready = self._update(data), None
-        if values.is_cuda:
+        if isinstance(values, Tensor):
             # Copied beside the computation: the host reads the numbers one update later, without making the GPU wait.
             values = values.to("cpu", non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        self.totals.ids.update(data.ids.astype("<i8").tobytes())
+        self.totals.ids.update(data.ids.astype("<i8", copy=False))
         return Update(data.step, len(data.ids), rate, data.waited, data.pieces, values, ready)
 
     def _settle(self, update: Update) -> None:

@@ -1,11 +1,14 @@
 """The optimizer's side of a step: its fused form, the learning rate, and the one scaling of all gradients.
 
-optimizer = make(experiment.optimizer, parameters, scale=1.0)
-norm = scale_gradients(parameters, factor, clip=1.0)
+    optimizer = make(experiment.optimizer, parameters, scale=1.0)
+    norm = scale_now(parameters, factor, clip=1.0)
+
+All gradients are multiplied once a step: to make them those of the mean loss, and to clip them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 
 import torch
@@ -51,16 +54,25 @@ def set_learning_rate(
     return float(optimizer.param_groups[0]["lr"])
 
 
-def scale_gradients(parameters: list[nn.Parameter], factor: Tensor, clip: float | None) -> Tensor:
+def scale_now(parameters: list[nn.Parameter], factor: float, clip: float | None) -> float:
     """Multiply all gradients by `factor`, then down to the norm `clip`; returns the norm before clipping.
 
-    Both are one pass over the gradients. The factor stays on the device: on a GPU nothing waits for it.
+    Both are one pass over the gradients, and none where nothing is to be changed.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=True) * factor
+    norm = math.hypot(*torch.stack(torch._foreach_norm(gradients)).tolist()) * factor
+    if clip is not None:
+        factor *= min(1.0, clip / (norm + 1e-6))  # torch's own clipping adds as much
+    if factor != 1.0:
+        torch._foreach_mul_(gradients, factor)
+    return norm
+
+
+def scale_on_device(parameters: list[nn.Parameter], factor: Tensor, clip: float | None) -> Tensor:
+    """The same for gradients on a GPU, where looking at a number would make the host wait for it."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) * factor
     if clip is not None:
         factor = factor * torch.clamp(clip / (norm + 1e-6), max=1.0)
-    # On a CPU looking costs nothing, and most steps need no scaling at all.
-    if gradients and (factor.is_cuda or factor.item() != 1.0):
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
     return norm

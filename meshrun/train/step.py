@@ -2,7 +2,7 @@
 
     for every micro-batch of this rank:
         forward -> Loss(total, count)              sums += total, count
-        the last one: begin to add the sums of all ranks, beside the backward pass
+        the last one: its backward pass also adds the sums of all ranks
         backward of total * (replicas / samples)   gradients are averaged over replicas by the axis
     gradients *= samples / count                   so that they are those of the mean over the global batch
     gradients *= clip / norm where that is below 1
@@ -14,6 +14,7 @@ divides by the number of samples, which is known, and the difference is made up 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from meshrun.errors import UserError
 from meshrun.experiment import Loss
 from meshrun.mesh import Here
 from meshrun.parallel.dp import Replicated
-from meshrun.train.optim import scale_gradients
+from meshrun.train.optim import scale_now, scale_on_device
 
 
 @dataclass(frozen=True)
@@ -42,34 +43,32 @@ class Stepper:
     precision: str
     clip: float | None
 
-    def __call__(self, data: StepData) -> Tensor:
-        """Do one update; returns (global loss total, global count, gradient norm, own total) on the device."""
+    def __call__(self, data: StepData) -> list[float] | Tensor:
+        """Do one update; returns (global loss total, global count, gradient norm, own total), on a GPU as a tensor."""
         here, samples = self.here, len(data.ids)
-        sums = torch.zeros(2, dtype=torch.float64, device=here.device)
         self.placed.begin_step(every_rank_has_samples=samples >= here.replicas)
-        reduction = None
-        own = sums
-        if not data.batches:
-            reduction = here.sum(sums)
+        own = torch.zeros(2, dtype=torch.float64, device=here.device)
         with here.waiting(f"the gradients of step {data.step + 1}"):
+            if not data.batches:
+                self.placed.backward(None, own)
             for number, batch in enumerate(data.batches):
                 last = number == len(data.batches) - 1
                 with self.placed.accumulating(reduce=last):
                     loss = self._loss(to_device(batch, here.device))
-                    sums += as_sums(loss)
-                    if last:
-                        own = sums.clone()
-                        reduction = here.sum(sums)
-                    (loss.total * (here.replicas / samples)).backward()
-            self.placed.finish_reduction()
-            if reduction is not None:
-                reduction.wait()
-        norm = scale_gradients(self.placed.parameters, samples / sums[1], self.clip)
-        values = torch.stack([sums[0], sums[1], norm.double(), own[0]])
-        if here.device.type == "cpu" and not torch.isfinite(values[:3]).all():
-            self.optimizer.zero_grad()
-            return values
-        self.optimizer.step()
+                    own = as_sums(loss) + own if number else as_sums(loss)
+                    self.placed.backward(loss.total * (here.replicas / samples), own if last else None)
+            sums = self.placed.finish_reduction()
+        parameters = self.placed.parameters
+        if sums.is_cuda:
+            norm = scale_on_device(parameters, samples / sums[1], self.clip)
+            values: list[float] | Tensor = torch.stack([sums[0], sums[1], norm.double(), own[0]])
+        else:
+            total, count = sums.tolist()
+            factor = samples / count if count else math.nan
+            values = [total, count, scale_now(parameters, factor, self.clip), own[0].item()]
+        # Where looking at numbers is free, an update that would spoil the weights is not applied.
+        if isinstance(values, Tensor) or all(map(math.isfinite, values[:3])):
+            self.optimizer.step()
         self.optimizer.zero_grad()
         return values
 
@@ -105,6 +104,9 @@ def check_loss(loss: object, name: str) -> Loss:
 
 def as_sums(loss: Loss) -> Tensor:
     """A loss as a tensor of two: total and count."""
+    if not loss.total.is_cuda:
+        # One small tensor instead of four: on a CPU looking at a number costs nothing.
+        return torch.tensor([loss.total.item(), float(loss.count)], dtype=torch.float64)
     total = loss.total.detach().double()
     if isinstance(loss.count, Tensor):
         return torch.stack([total, loss.count.detach().to(total)])

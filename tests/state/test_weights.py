@@ -111,7 +111,7 @@ def test_weights_of_another_shape_are_refused_in_a_sentence(tmp_path: Path):
 def test_weights_of_other_names_are_refused_in_a_sentence(tmp_path: Path):
     path = tmp_path / "w.safetensors"
     save_weights(net(), path, {})
-    with pytest.raises(UserError, match="are of another model: .*embed"):
+    with pytest.raises(UserError, match=r"are of another model: .*embed"):
         load_weights(Tied(), path)
 
 

@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 from meshrun import Here, Schedule, UserError
 from meshrun.train.loop import Trainer
-from meshrun.train.optim import make, scale_gradients
+from meshrun.train.optim import make, scale_now, scale_on_device
 from tests.train.small import small
 
 
@@ -152,15 +152,22 @@ def gradients_of(*sizes: int) -> list[nn.Parameter]:
     return parameters
 
 
+def scaled_on_device(parameters: list[nn.Parameter], factor: float, clip: float | None) -> float:
+    return scale_on_device(parameters, torch.tensor(factor, dtype=torch.float64), clip).item()
+
+
+@pytest.mark.parametrize("scale", [scale_now, scaled_on_device])
 @pytest.mark.parametrize("clip", [None, 0.5, 1e9])
 @pytest.mark.parametrize("factor", [1.0, 0.25, 3.0])
-def test_gradients_are_scaled_then_clipped_as_torch_clips(clip: float | None, factor: float):
+def test_gradients_are_scaled_then_clipped_as_torch_clips(
+    scale: Callable[[list[nn.Parameter], float, float | None], float], clip: float | None, factor: float
+):
     ours, theirs = gradients_of(3, 5), gradients_of(3, 5)
-    norm = scale_gradients(ours, torch.tensor(factor, dtype=torch.float64), clip)
+    norm = scale(ours, factor, clip)
     for each in theirs:
         each.grad *= factor
     wanted = nn.utils.clip_grad_norm_(theirs, math.inf if clip is None else clip)
-    torch.testing.assert_close(norm.float(), wanted)
+    assert norm == pytest.approx(wanted.item(), rel=1e-6)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine.grad, other.grad)
 
@@ -168,5 +175,5 @@ def test_gradients_are_scaled_then_clipped_as_torch_clips(clip: float | None, fa
 def test_parameters_without_a_gradient_are_passed_over():
     parameters = gradients_of(3, 5)
     parameters[1].grad = None
-    assert float(scale_gradients(parameters, torch.tensor(2.0), None)) == pytest.approx(2 * math.sqrt(14))
+    assert scale_now(parameters, 2.0, None) == pytest.approx(2 * math.sqrt(14))
     assert parameters[1].grad is None

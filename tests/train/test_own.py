@@ -270,13 +270,16 @@ def test_an_order_that_shard_would_not_keep_is_refused(options: dict[str, Any], 
         shard(numbers(10, **options))
 
 
+# A long switch interval keeps threads that outlive the loop waiting for the interpreter until the process ends.
 SCRIPT = """
+import sys
 import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from meshrun import mean_over_ranks, print0, replicate, save0, shard
 
+sys.setswitchinterval(5)
 torch.manual_seed(0)
 inputs = torch.randn(50, 5)
 data = TensorDataset(inputs, (inputs[:, 0] > 0).long())

@@ -1,0 +1,84 @@
+"""The digits recipe: real digits, learnt well, and to the same losses on any number of processes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from meshrun import mesh
+from meshrun.recipes.digits import DATA, Digits, Net, experiment
+from meshrun.train.loop import Trainer
+from tests.recipes.running import result
+
+SIZES = {"train": 22_000, "val": 2_000, "test": 10_000}
+
+
+@pytest.mark.parametrize("split", SIZES)
+def test_a_split_holds_pictures_of_all_ten_digits(split: str):
+    data = Digits(split)
+    assert len(data) == len(data.images) == len(data.labels) == SIZES[split]
+    image, label = data[0]
+    assert (image.shape, image.dtype, label.dtype) == ((1, 28, 28), torch.uint8, torch.int64)
+    shares = data.labels.bincount(minlength=10) / len(data)
+    assert len(shares) == 10 and shares.min() > 0.07 and shares.max() < 0.13
+    ink = (data.images > 0).float().mean((1, 2, 3))
+    assert 0.15 < ink.mean() < 0.25 and ink.min() > 0.02, "strokes on an empty ground"
+    assert data.images.amax((1, 2, 3)).min() > 200
+
+
+def test_no_picture_is_in_two_splits():
+    pictures = {split: {image.numpy().tobytes() for image in Digits(split).images} for split in SIZES}
+    assert len(pictures["train"] | pictures["val"] | pictures["test"]) == sum(map(len, pictures.values()))
+    assert sum(map(len, pictures.values())) == sum(SIZES.values()), "nor twice in one"
+
+
+def test_the_data_is_small_and_loads_without_pickle():
+    assert DATA.stat().st_size < 10e6
+    with np.load(DATA, allow_pickle=False) as arrays:
+        assert sorted(arrays) == ["test_images", "test_labels", "train_images", "train_labels"]
+
+
+def test_source_and_licence_of_the_data_are_told_beside_it():
+    text = (DATA.parent / "README.md").read_text()
+    assert DATA.name in text and "MNIST" in text
+    assert "LeCun" in text and "npm" in text and "licence" in text and "CC BY-SA" in text
+
+
+def test_the_functions_parameters_reach_model_and_optimizer():
+    made = experiment(width=64, lr=0.5)
+    assert made.model().hidden.out_features == 64
+    assert made.optimizer(made.model().parameters()).param_groups[0]["lr"] == 0.5
+
+
+def test_the_net_tells_ten_classes_apart():
+    assert Net(32)(Digits("val").images[:3]).shape == (3, 10)
+
+
+@pytest.mark.ranks(2)
+def test_two_ranks_learn_to_read_in_120_steps():
+    mesh.use(mesh.Meeting(device="cpu"))
+    scores = Trainer(replace(experiment(width=32, lr=6e-3), steps=120)).train()["eval"]
+    assert scores["val"]["count"] == SIZES["val"] and scores["test"]["count"] == SIZES["test"]
+    assert scores["test"]["accuracy"] > 0.9 and scores["val"]["accuracy"] > 0.9
+
+
+def test_any_number_of_processes_trains_to_the_same_losses(tmp_path: Path):
+    """64 is not divisible by three, nor 32 by five."""
+    words = ("--steps", "30", "--width", "32", "--device", "cpu", "--no-tensorboard")
+    one = result(tmp_path, *words)
+    assert (one["world"], one["layout"], one["steps"], len(one["losses"])) == (1, "dp=1", 30, 30)
+    assert one["losses"][-1] < 0.9 * one["losses"][0]
+    for changes in (("--procs", "3"), ("--procs", "2", "--micro", "5")):
+        many = result(tmp_path, *words, *changes)
+        assert (many["world"], many["steps"]) == (int(changes[1]), 30)
+        assert many["losses"] == pytest.approx(one["losses"], rel=1e-5)
+        assert many["grad_norms"] == pytest.approx(one["grad_norms"], rel=1e-4)
+        assert many["sample_ids_sha256"] == one["sample_ids_sha256"]
+        for split, scores in one["eval"].items():
+            assert many["eval"][split]["count"] == scores["count"] == SIZES[split]
+            assert many["eval"][split]["accuracy"] == scores["accuracy"]
+            assert many["eval"][split]["loss"] == pytest.approx(scores["loss"], rel=1e-5)

@@ -1,0 +1,109 @@
+"""What an Experiment refuses before anything is built: a sentence that names field, value and what would be valid."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from meshrun import Experiment, Loss, Schedule, UserError
+
+GOOD: dict[str, Any] = {
+    "model": lambda: None,
+    "train": range(100),
+    "loss": lambda outputs, targets: Loss(outputs, targets),
+    "optimizer": lambda parameters: parameters,
+    "batch": 10,
+    "epochs": 2,
+}
+
+
+class Endless:
+    """Has samples, but no length."""
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+class Counted:
+    """Has a length, but no samples by number."""
+
+    def __len__(self) -> int:
+        return 5
+
+
+def test_the_least_that_is_needed_is_enough():
+    made = Experiment(**GOOD)
+    assert (made.batch, made.epochs, made.steps, made.precision, made.seed) == (10, 2, None, "fp32", 0)
+    assert made.evals == {} and made.metrics == {} and made.clip is made.micro is made.schedule is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"epochs": 0.5},
+        {"epochs": None, "steps": 7},
+        {"batch": 100},
+        {"clip": 1},
+        {"micro": 1000},
+        {"precision": "bf16"},
+        {"schedule": Schedule("linear")},
+        {"schedule": lambda step, steps: step / steps},
+        {"evals": {"val": [1]}, "metrics": {"accuracy": lambda outputs, targets: Loss(outputs, targets)}},
+    ],
+    ids=lambda fields: ",".join(fields),
+)
+def test_what_is_valid_is_kept(fields: dict[str, Any]):
+    made = Experiment(**{**GOOD, **fields})
+    assert {name: getattr(made, name) for name in fields} == fields
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"model": None}, "Experiment(model=…) is NoneType; it must be a function"),
+    ({"loss": 0.5}, "Experiment(loss=…) is 0.5 of type float; it must be a function"),
+    ({"optimizer": "adam"}, "Experiment(optimizer=…) is 'adam' of type str; it must be a function"),
+    ({"train": Endless()}, "train is Endless; it must be a map-style dataset with len(data) and data[i]"),
+    ({"train": Counted()}, "train is Counted; it must be a map-style dataset with len(data) and data[i]"),
+    ({"train": 5}, "train is 5 of type int; it must be a map-style dataset with len(data) and data[i]"),
+    ({"train": []}, "train has no samples; a dataset must have at least one"),
+    ({"evals": {"val": iter([1])}}, "evals['val'] is list_iterator; it must be a map-style dataset with len(data) and"),
+    ({"evals": {"val": []}}, "evals['val'] has no samples; a dataset must have at least one"),
+    ({"evals": [1, 2]}, "evals is list; it must be a dict with a name for each"),
+    ({"metrics": len}, "metrics is builtin_function_or_method; it must be a dict with a name for each"),
+    ({"metrics": {"hits": 3}}, "metric 'hits' must be a function of (outputs, targets), not named loss or count"),
+    ({"metrics": {"loss": len}}, "metric 'loss' must be a function of (outputs, targets), not named loss or count"),
+    ({"metrics": {"count": len}}, "metric 'count' must be a function of (outputs, targets), not named loss or count"),
+    ({"batch": 0}, "batch is 0; it must be a whole number of at least 1 (--batch)"),
+    ({"batch": 2.5}, "batch is 2.5; it must be a whole number of at least 1 (--batch)"),
+    ({"batch": True}, "batch is True; it must be a whole number of at least 1 (--batch)"),
+    ({"batch": 101}, "batch is 101 but the training set has only 100 samples; it may be at most that (--batch)"),
+    ({"epochs": None}, "Experiment has neither epochs nor steps; give one of them, or --steps"),
+    ({"steps": 0}, "steps is 0; it must be a whole number of at least 1 (--steps)"),
+    ({"steps": 1.5}, "steps is 1.5; it must be a whole number of at least 1 (--steps)"),
+    ({"micro": -1}, "micro is -1; it must be a whole number of at least 1 (--micro)"),
+    ({"epochs": 0}, "epochs is 0; it must be above 0 (--epochs)"),
+    ({"epochs": math.nan}, "epochs is nan; it must be above 0 (--epochs)"),
+    ({"epochs": math.inf}, "epochs is inf; it must be above 0 (--epochs)"),
+    ({"epochs": "3"}, "epochs is '3'; it must be above 0 (--epochs)"),
+    ({"clip": 0}, "clip is 0; it must be above 0, or absent (--clip)"),
+    ({"clip": -1.0}, "clip is -1.0; it must be above 0, or absent (--clip)"),
+    ({"clip": "1"}, "clip is '1'; it must be above 0, or absent (--clip)"),
+    ({"precision": "fp16"}, "precision is 'fp16'; it must be one of fp32, bf16 (--precision)"),
+    ({"schedule": "cosine"}, "schedule is 'cosine' of type str; it must be a Schedule or a function of (step, steps)"),
+]
+
+
+@pytest.mark.parametrize("fields, said", REFUSED, ids=[",".join(fields) for fields, _ in REFUSED])
+def test_what_cannot_be_is_refused_in_a_sentence(fields: dict[str, Any], said: str):
+    with pytest.raises(UserError) as caught:
+        Experiment(**{**GOOD, **fields})
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
+
+
+def test_describing_a_training_loads_no_torch():
+    code = "import sys, meshrun; meshrun.Experiment, meshrun.Loss, meshrun.Schedule; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
