@@ -33,6 +33,13 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("needs a CUDA device, and torch sees none here")
 
 
+@pytest.fixture(autouse=True)
+def no_gpus_unless_asked_for(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that a test starts see no GPU, so that the suite does the same on every machine."""
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
 @functools.cache
 def cuda_is_available() -> bool:
     import torch  # only for a gpu test: without one, pytest starts without torch

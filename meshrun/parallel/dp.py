@@ -50,16 +50,17 @@ def apply(model: nn.Module, here: Here) -> Replicated:
 class Cargo(nn.Module):
     """The model, and beside it a parameter whose gradient carries (total, count) to all replicas.
 
-    Gradients are fp32: a count goes as two digits, which stay whole numbers, and a total as itself and what rounding
+    Gradients may be fp32: a count goes as two digits, which stay whole numbers, and a total as itself and what rounding
     took away.
     """
 
     DIGIT = 4096
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, like: nn.Parameter) -> None:
         super().__init__()
         self.model = model
-        self.hold = nn.Parameter(torch.zeros(4, device=device))
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        self.hold = nn.Parameter(torch.zeros(4, dtype=dtype, device=like.device))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.model(*inputs, **named)
@@ -68,8 +69,9 @@ class Cargo(nn.Module):
         """The gradient to send; multiplied so that it is the sum and not the mean that arrives."""
         total, count = sums[0], sums[1]
         rounded = total.float().double()
+        rest = (total - rounded).nan_to_num()  # of an infinite total nothing is left
         upper = torch.floor(count / self.DIGIT)
-        return torch.stack([rounded, total - rounded, upper, count - upper * self.DIGIT]).float() * replicas
+        return torch.stack([rounded, rest, upper, count - upper * self.DIGIT]).to(self.hold) * replicas
 
     def unload(self) -> Tensor:
         """The sums over all replicas; the hold is empty after it."""
@@ -141,7 +143,7 @@ class Replicated:
     def _make_ddp(self, all_are_used: bool) -> None:
         """Gradients must not live in DDP's buckets before it is made, so it is made for the next step on."""
         # What is not part of the outputs' graph would pass for an unused parameter, so then sums travel on their own.
-        self._cargo = Cargo(self.model, self.here.device) if all_are_used else None
+        self._cargo = Cargo(self.model, self.parameters[0]) if all_are_used else None
         self._ddp = DistributedDataParallel(
             self._cargo or self.model,
             process_group=self._group(),

@@ -149,6 +149,9 @@ class Trainer:
             pin=self.here.device.type == "cuda",
             collate=experiment.collate,
         )
+        if experiment.precision == "fp32":
+            # Convolutions on a GPU would round to 10 bits by default, and fp32 is to mean fp32.
+            torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
         self.placed = build(experiment.model, self.here, experiment.seed)
         self.model = self.placed.model
         self.optimizer = make(experiment.optimizer, self.placed.parameters, lr_scale)

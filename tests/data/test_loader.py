@@ -103,7 +103,7 @@ def test_a_replica_without_samples_gets_a_step_without_batches(workers: int):
 
 
 @given(length=st.integers(1, 120), of=st.integers(1, 9), size=st.integers(1, 40))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_evaluation_reads_every_sample_once_in_order_on_any_number_of_parts(length: int, of: int, size: int):
     read = []
     for part in range(of):

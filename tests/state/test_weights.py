@@ -77,7 +77,9 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: 
     assert [each.name for each in tmp_path.iterdir()] == ["w.safetensors"] and path.read_bytes() == old
 
 
-def test_a_process_that_dies_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_disk_that_fills_up_leaves_the_old_file_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """What is written goes under another name until it is complete."""
     path = tmp_path / "w.safetensors"
     save_tensors({"a": torch.ones(2)}, path, {})
@@ -92,6 +94,7 @@ def test_a_process_that_dies_while_writing_leaves_the_old_file(tmp_path: Path, m
     with pytest.raises(OSError, match="no space"):
         save_tensors({"a": torch.zeros(2)}, path, {})
     assert torch.equal(read(path), torch.ones(2))
+    assert [each.name for each in tmp_path.iterdir()] == ["w.safetensors"]
 
 
 def read(path: Path) -> torch.Tensor:
