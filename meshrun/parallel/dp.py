@@ -50,8 +50,7 @@ def apply(model: nn.Module, here: Here) -> Replicated:
 class Cargo(nn.Module):
     """The model, and beside it a parameter whose gradient carries (total, count) to all replicas.
 
-    Gradients may be fp32: a count goes as two digits, which stay whole numbers, and a total as itself and what rounding
-    took away.
+    Gradients may be fp32, so a count goes as two digits, which stay whole numbers.
     """
 
     DIGIT = 4096
@@ -60,25 +59,30 @@ class Cargo(nn.Module):
         super().__init__()
         self.model = model
         dtype = torch.promote_types(like.dtype, torch.float32)
-        self.hold = nn.Parameter(torch.zeros(4, dtype=dtype, device=like.device))
+        self.hold = nn.Parameter(torch.zeros(3, dtype=dtype, device=like.device))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.model(*inputs, **named)
 
     def load(self, sums: Tensor, replicas: int) -> Tensor:
         """The gradient to send; multiplied so that it is the sum and not the mean that arrives."""
-        total, count = sums[0], sums[1]
-        rounded = total.float().double()
-        rest = (total - rounded).nan_to_num()  # of an infinite total nothing is left
-        upper = torch.floor(count / self.DIGIT)
-        return torch.stack([rounded, rest, upper, count - upper * self.DIGIT]).to(self.hold) * replicas
+        if sums.is_cuda:
+            upper = torch.floor(sums[1] / self.DIGIT)
+            return torch.stack([sums[0], upper, sums[1] - upper * self.DIGIT]).to(self.hold) * replicas
+        # The same with plain numbers: on a CPU six small operations cost more than sending them.
+        total, count = sums.tolist()
+        upper, lower = divmod(count, self.DIGIT)
+        return torch.tensor([total * replicas, upper * replicas, lower * replicas], dtype=self.hold.dtype)
 
     def unload(self) -> Tensor:
         """The sums over all replicas; the hold is empty after it."""
-        assert self.hold.grad is not None
-        rounded, rest, upper, lower = self.hold.grad.double().unbind()
-        self.hold.grad = None
-        return torch.stack([rounded + rest, upper * self.DIGIT + lower])
+        arrived, self.hold.grad = self.hold.grad, None
+        assert arrived is not None
+        if arrived.is_cuda:
+            total, upper, lower = arrived.double().unbind()
+            return torch.stack([total, upper * self.DIGIT + lower])
+        total, upper, lower = arrived.tolist()
+        return torch.tensor([total, upper * self.DIGIT + lower], dtype=torch.float64)
 
 
 class Replicated:

@@ -47,17 +47,19 @@ class Stepper:
         """Do one update; returns (global loss total, global count, gradient norm, own total), on a GPU as a tensor."""
         here, samples = self.here, len(data.ids)
         self.placed.begin_step(every_rank_has_samples=samples >= here.replicas)
-        own = torch.zeros(2, dtype=torch.float64, device=here.device)
+        own: Tensor | None = None
         with here.waiting(f"the gradients of step {data.step + 1}"):
             if not data.batches:
+                own = torch.zeros(2, dtype=torch.float64, device=here.device)
                 self.placed.backward(None, own)
             for number, batch in enumerate(data.batches):
                 last = number == len(data.batches) - 1
                 with self.placed.accumulating(reduce=last):
                     loss = self._loss(to_device(batch, here.device))
-                    own = as_sums(loss) + own if number else as_sums(loss)
+                    own = as_sums(loss) if own is None else own + as_sums(loss)
                     self.placed.backward(loss.total * (here.replicas / samples), own if last else None)
             sums = self.placed.finish_reduction()
+        assert own is not None
         parameters = self.placed.parameters
         if sums.is_cuda:
             norm = scale_on_device(parameters, samples / sums[1], self.clip)
