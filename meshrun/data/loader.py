@@ -5,7 +5,7 @@
         for batch in step.batches: …
 
 The cursor, a step number, is the loader's only state: to resume is to start there. torch's DataLoader does the reading
-(worker processes, pinned memory, prefetch); which samples it reads is decided here.
+in other processes, pins memory and keeps batches ready; which samples it reads is decided here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from meshrun.data.order import Ids, Order, micro_batches, slice_of
 from meshrun.experiment import MapDataset
@@ -70,7 +70,7 @@ class Loader:
                     plans[step] = plan
                 yield from plan[1]
 
-        batches = iter(_torch_loader(self.dataset, ahead(), self.reading))
+        batches = _read(self.dataset, ahead(), self.reading)
         for step in range(start, stop):
             ids, pieces = plans[step] = plans.get(step) or self.plan(step)
             began = time.perf_counter()
@@ -83,18 +83,25 @@ def evaluation_batches(dataset: MapDataset, part: int, of: int, size: int, readi
     """Every sample exactly once over all parts: this part's share, in batches of at most `size`, in order."""
     mine = slice_of(range(len(dataset)), part, of)
     pieces = (list(mine[start : start + size]) for start in range(0, len(mine), size))
-    return iter(_torch_loader(dataset, pieces, reading))
+    return _read(dataset, pieces, reading)
 
 
-def _torch_loader(dataset: MapDataset, pieces: Iterator[list[int]], reading: Reading) -> DataLoader[Any]:
-    return DataLoader(
-        _Numbered(dataset),
-        batch_sampler=pieces,
-        collate_fn=reading.collate,
-        num_workers=reading.workers,
-        pin_memory=reading.pin,
-        prefetch_factor=reading.prefetch if reading.workers else None,
-    )
+def _read(dataset: MapDataset, pieces: Iterator[list[int]], reading: Reading) -> Iterator[Any]:
+    """The batches of these samples: by torch's DataLoader where others read, without its detours where nobody does."""
+    numbered = _Numbered(dataset)
+    if reading.workers or reading.pin:
+        return iter(
+            DataLoader(
+                numbered,
+                batch_sampler=pieces,
+                collate_fn=reading.collate,
+                num_workers=reading.workers,
+                pin_memory=reading.pin,
+                prefetch_factor=reading.prefetch if reading.workers else None,
+            )
+        )
+    collate = reading.collate or default_collate
+    return (collate(numbered.__getitems__(piece)) for piece in pieces)
 
 
 class _Numbered(Dataset[Any]):
@@ -123,6 +130,8 @@ class _Numbered(Dataset[Any]):
 
 def to_device(batch: Any, device: torch.device) -> Any:
     """The batch with every tensor in it on the device, copied beside the computation where memory is pinned."""
+    if device.type == "cpu":
+        return batch
     if isinstance(batch, torch.Tensor):
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Mapping):
