@@ -128,7 +128,7 @@ class Follow:
     def _run(self) -> None:
         over = False
         while not over:
-            over = self._over.wait(0.1)
+            over = self._over.wait(0.25)
             for line in self._log.new_lines():
                 self._story.say(line.decode(errors="replace"))
             for event in self._events.new():
