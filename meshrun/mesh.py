@@ -30,7 +30,7 @@ from torch.distributed.rendezvous import TCPStore
 from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.layout import AXES, Layout, parse
 from meshrun.world import World, detect
-from meshrun.world.cores import granted, share, topology
+from meshrun.world.cores import granted, quota, share, topology
 from meshrun.world.rendezvous import lookup, own_address, publish, withdraw
 
 
@@ -59,7 +59,6 @@ class Here:
     device: torch.device
     mesh: DeviceMesh | None
     """None in a world of one."""
-    timeout: float
 
     @property
     def rank(self) -> int:
@@ -178,7 +177,7 @@ def _meet(meeting: Meeting) -> Here:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if world.size == 1:
-        return Here(world, layout, device, None, meeting.timeout)
+        return Here(world, layout, device, None)
     if not joined:
         store = _all_arrived(world, _store(world, meeting), _place_of(world, device, meeting.backend), meeting.timeout)
         dist.init_process_group(
@@ -194,7 +193,7 @@ def _meet(meeting: Meeting) -> Here:
     # Only axes of more than one rank: gloo keeps a thread for each group, which costs time in every step.
     axes = tuple(axis for axis in AXES if layout.degree(axis) > 1)
     shape = tuple(layout.degree(axis) for axis in axes)
-    return Here(world, layout, device, init_device_mesh(device.type, shape, mesh_dim_names=axes), meeting.timeout)
+    return Here(world, layout, device, init_device_mesh(device.type, shape, mesh_dim_names=axes))
 
 
 def _layout_of(world: World, text: str) -> Layout:
@@ -246,9 +245,13 @@ def too_few_gpus(ranks: int, gpus: int, host: str) -> str:
 def _use_cores(world: World, threads: int | None) -> None:
     """Give each local rank its own cores where the launcher left all of them to all ranks, as torchrun does."""
     cores = granted()
+    allowed = int(min(len(cores), quota() or len(cores)))
     if world.source == "torchrun" and world.local_size > 1:
         os.sched_setaffinity(0, share(cores, world.local_rank, world.local_size, topology()))
-        threads = threads or max(1, len(cores) // world.local_size)
+        threads = threads or max(1, allowed // world.local_size)
+    elif allowed < len(cores):
+        # A container may show more cores than it lets run at a time; more threads than those only wait for each other.
+        threads = threads or max(1, allowed)
     if threads:
         torch.set_num_threads(threads)
 

@@ -188,7 +188,7 @@ def test_a_rank_that_goes_away_is_told_from_one_that_is_late():
     ],
 )
 def test_a_models_own_error_is_left_as_it_is(error: Exception):
-    here = Here(world(0), parse("dp=4").resolve(4), CPU, None, 1.0)
+    here = Here(world(0), parse("dp=4").resolve(4), CPU, None)
     with pytest.raises(type(error)) as caught, here.waiting("the gradients of step 1"):
         raise error
     assert caught.value is error

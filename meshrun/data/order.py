@@ -43,13 +43,6 @@ class Order:
     def steps_per_epoch(self) -> int:
         return -(-self.length // self.batch)
 
-    def epoch_of(self, step: int) -> int:
-        return step // self.steps_per_epoch
-
-    def batch_size(self, step: int) -> int:
-        """How many samples step `step` uses: `batch`, or what is left at the end of an epoch."""
-        return min(self.batch, self.length - step % self.steps_per_epoch * self.batch)
-
     def batch_ids(self, step: int) -> Ids:
         """The sample numbers of the global batch of a step, in order."""
         epoch, within = divmod(step, self.steps_per_epoch)

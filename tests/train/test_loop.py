@@ -31,7 +31,7 @@ def test_steps_yields_after_every_update_with_its_loss(alone: Here):
         assert update.step == number and trainer.step == number + 1
         assert update.loss == pytest.approx(plain.losses[number], rel=1e-6)
         assert update.grad_norm == pytest.approx(plain.grad_norms[number], rel=1e-6)
-        assert update.samples == Order(20, 6).batch_size(number) == len(update.pieces[0])
+        assert update.samples == len(Order(20, 6).batch_ids(number)) == len(update.pieces[0])
         assert update.seconds > 0 and update.data_wait >= 0
         after = [p.detach().clone() for p in trainer.model.parameters()]
         assert not any(torch.equal(a, b) for a, b in zip(before, after, strict=True)), "the update is done"

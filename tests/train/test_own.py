@@ -182,7 +182,7 @@ def test_save0_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Pa
     assert [each.name for each in tmp_path.iterdir()] == ["model.pt"] and loaded(path)["a"].sum() == 2
 
 
-ALONE = Here(World(0, 1, 0, 1, 0, 1, "here", "none"), parse("dp=1").resolve(1), torch.device("cpu"), None, 1.0)
+ALONE = Here(World(0, 1, 0, 1, 0, 1, "here", "none"), parse("dp=1").resolve(1), torch.device("cpu"), None)
 
 
 def numbers(length: int, **options: Any) -> DataLoader:

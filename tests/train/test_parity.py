@@ -57,7 +57,7 @@ def test_a_batch_smaller_than_the_number_of_ranks_is_exact():
 @on_ranks(3, 4)
 def test_a_last_batch_with_fewer_samples_than_ranks_is_exact(ranks: int):
     experiment = small(10, 4, steps=9)
-    assert [Order(10, 4).batch_size(step) for step in range(3)] == [4, 4, 2]
+    assert [len(Order(10, 4).batch_ids(step)) for step in range(3)] == [4, 4, 2]
     course = trained(Trainer(experiment, start_on_cpu(ranks)))
     assert difference(course, plainly(experiment)) < TOLERANCE
     assert_same_on_all_ranks(course.weights)
