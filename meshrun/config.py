@@ -9,6 +9,7 @@ The fields are also the options of `meshrun run`: their names, types, defaults a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -166,7 +167,17 @@ class RunDirectory:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a document so that a reader sees the old one or the new one, never half of it."""
+    """Write a document, whole or not at all."""
+    write_whole(path, json.dumps(document, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees the old one or the new one, never half of it."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(json.dumps(document, indent=2) + "\n")
-    beside.replace(path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
+        raise

@@ -108,12 +108,9 @@ def rank_command(folder: Path, launcher: int) -> None:
 
 def work(config: RunConfig, target: Target, tell: Tell) -> dict[str, Any]:
     """Train as a rank that meshrun did not start (torchrun, MPI, Slurm, or this process alone)."""
-    mesh.use(_meeting(config))
-    here = mesh.start()
-    made = RunDirectory.create(config) if here.rank == 0 else None
-    run = made or RunDirectory(Path(here.from_rank_0(None)))
-    if made is not None:
-        here.from_rank_0(str(made.path))
+    here = _start(config)
+    made = str(RunDirectory.create(config).path) if here.rank == 0 else None
+    run = RunDirectory(Path(here.from_rank_0(made)))
     if not (run.path / "config.json").is_file():
         raise UserError(
             f"rank {here.rank} on {here.world.host} cannot see {run.path}; it must be on a shared disk (--runs)"
@@ -158,8 +155,7 @@ def run_script(config: RunConfig, target: Target) -> None:
 
 def _train(config: RunConfig, run: RunDirectory, target: Target, recorder: Recorder) -> dict[str, Any]:
     began = time.time()
-    mesh.use(_meeting(config))
-    here = mesh.start()
+    here = _start(config)
     experiment, scale, note = override(make(target, config.options), config)
     trainer = Trainer(
         experiment,
@@ -252,6 +248,11 @@ def _resolved(trainer: Trainer) -> dict[str, Any]:
         "parameters": sum(each.numel() for each in trainer.model.parameters()),
         "versions": {"meshrun": meshrun.__version__, "torch": torch.__version__, "python": platform.python_version()},
     }
+
+
+def _start(config: RunConfig) -> mesh.Here:
+    mesh.use(_meeting(config))
+    return mesh.start()
 
 
 def _meeting(config: RunConfig) -> mesh.Meeting:

@@ -64,8 +64,6 @@ def _imported(path: Path) -> Any:
     sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except UserError:
-        raise
     except ImportError as error:
         raise UserError(f"{path} cannot be imported: {error}; install it where meshrun runs") from error
     except SyntaxError as error:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -17,6 +16,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from meshrun.config import write_whole
 from meshrun.errors import UserError
 from meshrun.observe import drawing
 from meshrun.observe.drawing import Curve, Marks, curve, drawable, short, smooth, window
@@ -80,12 +80,9 @@ def write_report(run: Path) -> Path:
     """Write report.html into the run directory, whole or not at all."""
     page = _page(read(run))
     path = run / "report.html"
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(page, encoding="utf-8")
-        beside.replace(path)
+        write_whole(path, page)
     except OSError as error:
-        beside.unlink(missing_ok=True)
         raise UserError(f"cannot write {path}: {error.strerror}") from None
     return path
 

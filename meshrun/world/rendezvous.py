@@ -19,6 +19,7 @@ import socket
 from pathlib import Path
 from urllib.parse import quote
 
+from meshrun.config import write_json
 from meshrun.errors import RunFailed, UserError
 from meshrun.world.detect import World
 
@@ -34,11 +35,9 @@ _SIOCGIFADDR = 0x8915
 def publish(folder: Path, job: str, attempt: int, address: str, port: int) -> Path:
     """Write where rank 0 listens, so that a reader sees all of it or nothing."""
     path = _path(folder, job, attempt)
-    half = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        half.write_text(json.dumps({"address": address, "port": port}))
-        half.replace(path)
+        write_json(path, {"address": address, "port": port})
     except OSError as error:
         raise UserError(
             f"the rendezvous file {path} cannot be written ({error.strerror}); "
