@@ -13,7 +13,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from meshrun.errors import UserError
@@ -199,13 +199,15 @@ def parse(text: str) -> Layout:
     )
 
 
-def nearest(layout: Layout, world_size: int, count: int = 3) -> list[Layout]:
-    """The layouts of `world_size` ranks closest to what was asked, best first.
+def nearest(
+    layout: Layout, world_size: int, count: int = 3, works: Callable[[Layout], bool] = lambda _: True
+) -> list[Layout]:
+    """The layouts of `world_size` ranks closest to what was asked, of those that work, best first.
 
     They use the axes that were asked for, and dp. Keeping tp comes before keeping pp, then cp, then fsdp; among those
     that keep as much, the smallest change of degrees comes first.
     """
-    return _by_nearness(layout, world_size)[:count]
+    return [near for near in _by_nearness(layout, world_size) if works(near)][:count]
 
 
 def _parse_part(part: str, text: str) -> tuple[str, int | None, str | None]:
@@ -285,8 +287,8 @@ def _tp_inside_node(layout: Layout, world_size: int, node_size: int) -> bool:
 
 
 def _suggestions(layout: Layout, world_size: int, node_size: int) -> str:
-    fitting = [near for near in _by_nearness(layout, world_size) if _tp_inside_node(near, world_size, node_size)]
-    return "; ".join(str(near) for near in fitting[:3])
+    fitting = nearest(layout, world_size, works=lambda near: _tp_inside_node(near, world_size, node_size))
+    return "; ".join(map(str, fitting))
 
 
 def _ranks(count: int) -> str:

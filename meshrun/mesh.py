@@ -79,8 +79,25 @@ class Here:
         coordinates = self.layout.coordinates(self.rank)
         return coordinates["dp"] * self.layout.fsdp + coordinates["fsdp"]
 
+    def submesh(self, *axes: str) -> DeviceMesh | None:
+        """The mesh of these axes as one; None where each of them is of one rank."""
+        wide = tuple(axis for axis in axes if self.layout.degree(axis) > 1)
+        if self.mesh is None or not wide:
+            return None
+        if len(wide) == 1:
+            return self.mesh[wide[0]]
+        name = "_".join(wide)
+        key = (id(self.mesh), name)
+        if key not in _flattened:
+            _flattened[key] = self.mesh[wide]._flatten(name)
+        return _flattened[key]
+
+    def place(self, axis: str) -> int:
+        """This rank's place along an axis."""
+        return self.layout.coordinates(self.rank)[axis]
+
     def sum(self, values: torch.Tensor) -> dist.Work | None:
-        """Begin to sum a tensor in place over all replicas; wait on what is returned before reading it."""
+        """Begin to sum a tensor in place over all ranks; wait on what is returned before reading it."""
         return dist.all_reduce(values, async_op=True) if self.mesh is not None else None
 
     def from_rank_0(self, value: Any) -> Any:
@@ -124,6 +141,9 @@ class Here:
             raise
 
 
+_flattened: dict[tuple[int, str], DeviceMesh] = {}
+"""Meshes of several axes as one: each costs a process group, so it is made once."""
+
 _here: Here | None = None
 _meeting = Meeting()
 
@@ -154,6 +174,7 @@ def finish() -> None:
         with _here.waiting("all ranks to finish"):
             dist.all_reduce(torch.zeros(1))
         dist.destroy_process_group()
+        _flattened.clear()
         # Threads of the group may be about to give Python objects back. In an interpreter that is ending they would
         # abort the process, so let them have this one first.
         time.sleep(0.05)
@@ -199,20 +220,9 @@ def _meet(meeting: Meeting) -> Here:
 def _layout_of(world: World, text: str) -> Layout:
     try:
         layout = parse(text).resolve(world.size, ranks_per_node=world.local_size)
-        refuse_unbuilt(layout)
     except UserError as error:
         raise SharedError(str(error)) from error
     return layout
-
-
-def refuse_unbuilt(layout: Layout) -> None:
-    """Say which axes this version trains on, before any process group exists."""
-    for axis in AXES:
-        if axis != "dp" and layout.degree(axis) > 1:
-            raise UserError(
-                f"layout '{layout}' uses the axis {axis}, which this version does not train on yet; "
-                f"dp={layout.size} uses the same ranks (--layout)"
-            )
 
 
 def _world_of_group() -> World:

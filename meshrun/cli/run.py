@@ -18,7 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
-from meshrun.cli.target import Target
+from meshrun.cli.target import Target, make
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.launch.local import Interrupted, Job, launch
@@ -37,7 +37,7 @@ def run_command(config: RunConfig, target: Target, as_json: bool) -> dict[str, A
         return _as_rank(config, target, world, as_json)
     procs = config.procs or _default_procs(config)
     config = replace(config, procs=procs)
-    _check_before_start(config, procs)
+    _check_before_start(config, target, procs)
     return _alone(config, target, as_json) if procs == 1 else _launched(config, target, procs, as_json)
 
 
@@ -98,11 +98,16 @@ def _launched(config: RunConfig, target: Target, procs: int, as_json: bool) -> d
     return result
 
 
-def _check_before_start(config: RunConfig, procs: int) -> None:
+def _check_before_start(config: RunConfig, target: Target, procs: int) -> None:
     """Refuse what cannot work while nothing has been started yet."""
-    from meshrun.mesh import refuse_unbuilt, too_few_gpus
+    from meshrun.mesh import too_few_gpus
 
-    refuse_unbuilt(parse(config.layout).resolve(procs))
+    layout = parse(config.layout).resolve(procs)
+    if target.entry is not None and layout.dp < layout.size:
+        from meshrun.cli.rank import override
+        from meshrun.parallel.build import demands_of
+
+        demands_of(override(make(target, config.options), config)[0]).refuse(layout)
     if config.device == "cuda" and config.backend != "gloo":
         import torch
 

@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from meshrun.data.order import Ids, Order, micro_batches, slice_of
+from meshrun.data.order import Cut, Ids, Order, slice_of
 from meshrun.experiment import MapDataset
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How a rank reads: pieces of at most `micro` samples, by `workers` processes that keep `prefetch` pieces ready."""
+    """How a rank reads: pieces as `cut` says, by `workers` processes that keep `prefetch` pieces ready."""
 
-    micro: int | None = None
+    cut: Cut = field(default_factory=Cut)
     workers: int = 0
     prefetch: int = 2
     pin: bool = False
@@ -41,9 +41,15 @@ class StepData:
     ids: Ids
     """The whole global batch."""
     pieces: list[list[int]]
-    """This rank's part of it, one list a micro-batch; none when there are fewer samples than replicas."""
+    """This rank's part of it, one list a micro-batch."""
+    real: list[int]
+    """How many samples of each piece count: those after them only fill it up."""
     batches: list[Any]
     waited: float
+
+
+Plan = tuple[Ids, list[tuple[list[int], int]]]
+"""The global batch, and a replica's pieces of it: sample ids, and how many of them count."""
 
 
 class Loader:
@@ -52,23 +58,22 @@ class Loader:
     def __init__(self, dataset: MapDataset, order: Order, part: int, of: int, reading: Reading) -> None:
         self.dataset, self.order, self.part, self.of, self.reading = dataset, order, part, of, reading
 
-    def plan(self, step: int) -> tuple[Ids, list[list[int]]]:
+    def plan(self, step: int) -> Plan:
         """The global batch of a step, and this replica's micro-batches of it."""
         ids = self.order.batch_ids(step)
-        mine = slice_of(ids, self.part, self.of)
-        return ids, [piece.tolist() for piece in micro_batches(mine, self.reading.micro)]
+        return ids, self.reading.cut.of(ids, self.part, self.of)
 
     def steps(self, start: int, stop: int) -> Iterator[StepData]:
         """Every step from `start` up to `stop`, read ahead."""
         # Readers plan ahead of the loop, or just behind it where there are none: whoever comes second finds the plan.
-        plans: dict[int, tuple[Ids, list[list[int]]]] = {}
+        plans: dict[int, Plan] = {}
 
         def ahead() -> Iterator[list[int]]:
             for step in range(start, stop):
                 plan = plans.get(step) or self.plan(step)
                 if plan[1]:
                     plans[step] = plan
-                yield from plan[1]
+                yield from (piece for piece, _ in plan[1])
 
         batches = _read(self.dataset, ahead(), self.reading)
         for step in range(start, stop):
@@ -76,14 +81,26 @@ class Loader:
             began = time.perf_counter()
             read = [next(batches) for _ in pieces]
             del plans[step]
-            yield StepData(step, ids, pieces, read, time.perf_counter() - began)
+            waited = time.perf_counter() - began
+            yield StepData(step, ids, [piece for piece, _ in pieces], [real for _, real in pieces], read, waited)
 
 
-def evaluation_batches(dataset: MapDataset, part: int, of: int, size: int, reading: Reading) -> Iterator[Any]:
-    """Every sample exactly once over all parts: this part's share, in batches of at most `size`, in order."""
+def evaluation_batches(
+    dataset: MapDataset, part: int, of: int, size: int, reading: Reading
+) -> Iterator[tuple[list[int], int, Any]]:
+    """Every sample exactly once over all parts: this part's share in batches of at most `size`, in order.
+
+    Each comes with its sample ids and how many of them count. In step, every part has as many batches.
+    """
     mine = slice_of(range(len(dataset)), part, of)
-    pieces = (list(mine[start : start + size]) for start in range(0, len(mine), size))
-    return _read(dataset, pieces, reading)
+    most = -(-len(dataset) // of) if reading.cut.in_step else len(mine)
+    pieces = []
+    for start in range(0, most, size):
+        piece = list(mine[start : start + size])
+        short = min(size, most - start) - len(piece) if reading.cut.equal else int(not piece)
+        pieces.append((piece + [piece[-1] if piece else 0] * short, len(piece)))
+    batches = _read(dataset, (piece for piece, _ in pieces), reading)
+    return ((piece, real, batch) for (piece, real), batch in zip(pieces, batches, strict=True))
 
 
 def _read(dataset: MapDataset, pieces: Iterator[list[int]], reading: Reading) -> Iterator[Any]:

@@ -71,6 +71,38 @@ def micro_batches(ids: Ids, most: int | None) -> list[Ids]:
     return [slice_of(ids, piece, pieces) for piece in range(pieces)]
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a replica's samples are cut into pieces: at most `micro` samples each.
+
+    Where ranks must go in step with each other (`in_step`), every replica has the same number of pieces, at least
+    `pieces` of them if there are samples, and a multiple of `multiple_of`; a piece without samples of its own borrows
+    one. With `equal`, all pieces have the same number of rows.
+    """
+
+    micro: int | None = None
+    in_step: bool = False
+    equal: bool = False
+    pieces: int = 1
+    multiple_of: int = 1
+
+    def of(self, ids: Ids, part: int, parts: int) -> list[tuple[list[int], int]]:
+        """One replica's pieces of a global batch: sample ids, and how many of them count."""
+        mine = slice_of(ids, part, parts)
+        if not self.in_step:
+            return [(piece.tolist(), len(piece)) for piece in micro_batches(mine, self.micro)]
+        most = -(-len(ids) // parts)
+        wanted = -(-most // self.micro) if self.micro else min(self.pieces, most)
+        count = -(-wanted // self.multiple_of) * self.multiple_of
+        rows = -(-most // count)
+        found = []
+        for number in range(count):
+            piece = slice_of(mine, number, count).tolist()
+            short = rows - len(piece) if self.equal else int(not piece)
+            found.append((piece + [piece[-1] if piece else int(ids[0])] * short, len(piece)))
+        return found
+
+
 @lru_cache(maxsize=4)
 def _block(seed: int, epoch: int, length: int, block: int) -> Ids:
     start = block * _BLOCK

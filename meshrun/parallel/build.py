@@ -1,31 +1,390 @@
 """From what the user wrote to a model on this rank's device, part of the mesh.
 
-    placed = build(experiment.model, here, seed=0)
-    outputs = placed.forward(inputs)
+    placed = build(experiment, here, How())
+    demands = demands_of(experiment)             # what the model asks of a layout, before any process exists
+    demands.refuse(layout)
 
-The order of application, which every axis keeps to: draw the weights, move them to the device, make them the same on
-all ranks, then let the axes wrap the model.
+The order of application, which every axis keeps to:
+
+    1. the model without values (meta device), in stages where pp cuts it
+    2. random numbers by sample instead of by rank: dropout, attention dropout; statistics over all ranks: BatchNorm
+    3. recomputation of segments
+    4. tp splits matrices
+    5. compilation of segments
+    6. fsdp shards what is left of each parameter, or dp copies it
+    7. values: each rank keeps its part of what the constructor would have drawn, tensor by tensor
+
+dp alone needs none of it but 2, 3 and 5, and goes through DistributedDataParallel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.data import default_collate
 
-from meshrun.errors import UserError
+from meshrun.errors import SharedError, UserError
+from meshrun.experiment import Experiment
+from meshrun.layout import Layout, nearest
 from meshrun.mesh import Here
-from meshrun.parallel import dp
+from meshrun.parallel import cp, dp, fsdp, pp, recompute, segments, tp
+from meshrun.parallel.attention import KeyedAttention, key_attentions
+from meshrun.parallel.batchnorm import sync_batchnorms
+from meshrun.parallel.construct import Blueprint, blueprint
+from meshrun.parallel.dropout import Moment, key_dropouts
+from meshrun.parallel.later import Later, put_off
+from meshrun.parallel.meshed import Held, Meshed, local
+from meshrun.parallel.pipeline import Pipeline, Settings
+from meshrun.parallel.placed import Cutting, Placed, computing
+
+CHUNKS = {"interleaved": 2}
+"""How many stages a rank has, by the variant of pp; one where none is named."""
 
 
-def build(model: Callable[[], nn.Module], here: Here, seed: int) -> dp.Replicated:
-    """Build the model from the same random numbers on every rank, and replicate it over the mesh."""
-    torch.manual_seed(seed)
-    built = model()
-    if not isinstance(built, nn.Module):
-        raise UserError(f"Experiment(model=…) returned {type(built).__name__}; it must return a torch nn.Module")
-    built.to(here.device)
-    # From here on ranks draw their own numbers: what the model draws while training must differ between replicas.
-    torch.manual_seed(seed * 1_000_003 + 1 + here.replica)
-    return dp.apply(built, here)
+@dataclass(frozen=True)
+class How:
+    """What changes how a step is computed, never what."""
+
+    recompute: str = "none"
+    compile: bool = False
+    offload: bool = False
+    sync_batchnorm: bool = False
+    compress: str = "none"
+
+
+@dataclass
+class Demands:
+    """What a model asks of a layout."""
+
+    experiment: Experiment
+    model: nn.Module
+    """On the meta device."""
+    segments: list[str]
+    plan: tp.Plan
+    _traces: list[pp.Trace] = field(default_factory=list)
+
+    def objection(self, layout: Layout) -> str | None:
+        """Why this layout cannot work, or None."""
+        try:
+            self._check(layout)
+        except UserError as error:
+            return str(error)
+        return None
+
+    def refuse(self, layout: Layout) -> None:
+        """A `UserError` for a layout that cannot work, with the nearest that can."""
+        text = self.objection(layout)
+        if text is not None:
+            fitting = nearest(layout, layout.size, works=lambda near: self.objection(near) is None)
+            near = f"; layouts of {layout.size} ranks that work: {'; '.join(map(str, fitting))}" if fitting else ""
+            raise SharedError(f"{text.removesuffix(' (--layout)')}{near} (--layout)")
+
+    def trace(self) -> pp.Trace:
+        if not self._traces:
+            self._traces.append(pp.follow(self.model, self.segments, self.sample(), self.experiment.loss))
+        return self._traces[0]
+
+    def sample(self) -> tuple[Any, Any]:
+        inputs, targets = (self.experiment.collate or default_collate)([self.experiment.train[0]])
+        return inputs, targets
+
+    def _check(self, layout: Layout) -> None:
+        stages = layout.pp * CHUNKS.get(layout.pp_variant, 1)
+        if layout.pp > 1 and not self.segments:
+            raise UserError(
+                f"layout '{layout}' cuts the model into {stages} stages, but the model has no segments: it is one "
+                f"piece; name them with Experiment(segments=lambda model: [model.embed, *model.blocks, model.head])"
+            )
+        if layout.pp > 1 and stages > len(self.segments):
+            raise UserError(
+                f"layout '{layout}' needs {stages} stages, but the model has only {len(self.segments)} segments"
+            )
+        if layout.tp > 1:
+            tp.check(self.model, self.plan, layout.tp)
+        if layout.cp > 1:
+            inputs, targets = self.sample()
+            inputs, _, positions = cp.split(inputs, targets, 0, layout.cp)
+            cp.with_positions(self.model, inputs, positions)
+        if layout.pp > 1:
+            self.trace()
+
+
+def demands_of(experiment: Experiment, model: nn.Module | None = None) -> Demands:
+    """What the experiment's model asks of a layout; the model is built without values, unless it is given."""
+    if model is None:
+        made = blueprint(experiment.model, experiment.seed)
+        _refuse_other(made.model)
+        model = _without_values(made)
+    try:
+        found = segments.find(model, experiment.segments)
+        plan = tp.plan_for(model, experiment.tensor_plan)
+    except UserError as error:
+        raise SharedError(str(error)) from error
+    return Demands(experiment, model, found, plan)
+
+
+def build(experiment: Experiment, here: Here, how: How) -> Placed:
+    """The model on this rank's place in the mesh."""
+    moment = Moment(experiment.seed)
+    placed = (
+        _replicated(experiment, here, how, moment)
+        if here.layout.dp == here.layout.size
+        else _meshed(experiment, here, how, moment)
+    )
+    # What the model draws by itself must differ between replicas.
+    torch.manual_seed(experiment.seed * 1_000_003 + 1 + here.replica)
+    return placed
+
+
+def _replicated(experiment: Experiment, here: Here, how: How, moment: Moment) -> Placed:
+    torch.manual_seed(experiment.seed)
+    model = experiment.model()
+    _refuse_other(model)
+    _same_numbers(model, moment)
+    names = segments.find(model, experiment.segments) if how.recompute != "none" or how.compile else []
+    notes = _on_segments([model], list(enumerate(names)), how, moment)
+    model.to(here.device)
+    if how.sync_batchnorm and (mesh := here.submesh("dp")) is not None:
+        sync_batchnorms(model, mesh.get_group())
+    arithmetic = partial(computing, experiment.precision, here.device)
+    return dp.apply(model, here, moment, arithmetic, how.compress, notes)
+
+
+def _meshed(experiment: Experiment, here: Here, how: How, moment: Moment) -> Placed:
+    layout = here.layout
+    for axes in (("fsdp", "cp"), ("dp", "cp"), ("dp", "fsdp")):
+        here.submesh(*axes)  # all ranks form groups together, so before they take turns
+    with _laid_out(here, experiment) as plan:
+        demands = demands_of(experiment, _without_values(plan))
+        demands.refuse(layout)
+        notes = [f"the model is built whole on the host, one rank of a node at a time: {plan.reason}"] * bool(
+            plan.reason
+        )
+        parts, later = _parts(demands, here, how, moment, notes)
+        _allocate(parts, torch.device("cpu") if how.offload else here.device)
+        held = _held(demands, parts)
+        _fill(plan, parts, held, here)
+    chunks = CHUNKS.get(layout.pp_variant, 1)
+    mesh = here.submesh("cp")
+    settings = Settings(
+        variant=layout.pp_variant,
+        chunks=chunks,
+        arithmetic=partial(computing, experiment.precision, here.device),
+        attention=partial(cp.attention, mesh.get_group()) if mesh is not None else nullcontext,
+        before_backward=partial(_before_backward, layout) if layout.fsdp > 1 else _nothing,
+        later=later,
+        whole_last=layout.fsdp > 1,
+    )
+    pipeline = Pipeline(here, parts, moment, settings)
+    cutting = Cutting(
+        in_step=True,
+        equal=layout.pp > 1,
+        pieces=4 * layout.pp if layout.pp > 1 else 1,
+        multiple_of=layout.pp if chunks > 1 else 1,
+    )
+    model = next(iter(parts.values())).model
+    assert isinstance(model, nn.Module)
+    return Meshed(here, pipeline, held, model, cutting, notes)
+
+
+def _parts(
+    demands: Demands, here: Here, how: How, moment: Moment, notes: list[str]
+) -> tuple[dict[int, nn.Module], Later | None]:
+    """This rank's stages of the model, laid out but without values."""
+    layout, experiment = here.layout, demands.experiment
+    later = Later() if layout.pp > 1 and layout.pp_variant == "zb" else None
+    stages = layout.pp * CHUNKS.get(layout.pp_variant, 1)
+    order = demands.trace().segments if stages > 1 else demands.segments
+    cuts = demands.trace().cuts(stages) if stages > 1 else [0]
+    mesh = here.submesh("tp")
+    if mesh is not None:
+        notes += _tp_notes(demands)
+    parts: dict[int, nn.Module] = {}
+    for stage in range(here.place("pp"), stages, layout.pp):
+        part = (
+            pp.Part(demands.model, demands.trace(), cuts, stage, here.device)
+            if stages > 1
+            else pp.Whole(copy.deepcopy(demands.model))
+        )
+        model = part.model
+        _same_numbers(model, moment)
+        end = cuts[stage + 1] if stage + 1 < stages else len(order)
+        own = [(number, order[number]) for number in range(cuts[stage], end)]
+        if mesh is not None:
+            tp.apply(model, demands.plan, mesh, here.place("tp"), getattr(experiment.loss, "over_vocabulary", False))
+        if how.sync_batchnorm and (replicas := here.submesh("dp", "fsdp")) is not None:
+            sync_batchnorms(model, replicas.get_group())
+        if later is not None:
+            put_off(model, later)
+        said = _on_segments([model], own, how, moment)
+        notes += [each for each in said if each not in notes]
+        if layout.fsdp > 1:
+            _shard(part, [model.get_submodule(name) for _, name in own], here, experiment, how)
+        parts[stage] = part
+    return parts, later
+
+
+def _same_numbers(model: nn.Module, moment: Moment) -> None:
+    key_dropouts(model, moment)
+    key_attentions(model, moment)
+    if any(isinstance(each, nn.TransformerEncoderLayer) for each in model.modules()):
+        # Its kernel for evaluation rounds differently and bypasses what axes do to its modules.
+        torch.backends.mha.set_fastpath_enabled(False)
+
+
+def _on_segments(models: list[nn.Module], own: list[tuple[int, str]], how: How, moment: Moment) -> list[str]:
+    """Recompute and compile segments, or all of a model that has none; returns what to tell the user."""
+    (model,) = models
+    modules = [(number, model.get_submodule(name)) for number, name in own] or [(0, model)]
+    recompute.apply(modules, how.recompute, moment)
+    if how.compile:
+        for _, module in modules:
+            module.compile()
+    if not own and how.recompute not in ("none", "full"):
+        return [f"the model has no segments: recompute {how.recompute} is for all of it (Experiment(segments=…))"]
+    return []
+
+
+def _shard(part: nn.Module, own: list[nn.Module], here: Here, experiment: Experiment, how: How) -> None:
+    layout = here.layout
+    sharded = here.submesh("fsdp", "cp")
+    assert sharded is not None and here.mesh is not None
+    if layout.dp > 1:
+        names = ("dp", sharded.mesh_dim_names[0])  # type: ignore[index]
+        mesh = here.mesh["dp", "fsdp"] if layout.cp == 1 else here.mesh[names]
+    else:
+        mesh = sharded
+    # Weights' gradients that are computed late need the parameters to be as they were.
+    variant = "zero2" if layout.pp_variant == "zb" and layout.fsdp_variant == "zero3" else layout.fsdp_variant
+    fsdp.apply(part, own, mesh, variant, experiment.precision, how.offload)
+
+
+def _tp_notes(demands: Demands) -> list[str]:
+    whole = demands.plan.whole(demands.model)
+    if not demands.plan.styles:
+        return ["tp: no plan covers this model, so every rank holds and computes all of it (Experiment(tensor_plan=…))"]
+    if whole:
+        named = ", ".join(whole[:4]) + (f" and {len(whole) - 4} more" if len(whole) > 4 else "")
+        return [f"tp by {demands.plan.source}: whole on every rank are {named}"]
+    return [f"tp by {demands.plan.source}"]
+
+
+def _before_backward(layout: Layout, part: nn.Module, last: bool) -> None:
+    # Pipelines have many micro-batches: their gradients are reduced once a step.
+    fsdp.accumulating(part, "zero1" if layout.pp > 1 else layout.fsdp_variant, last)
+
+
+def _nothing(part: nn.Module, last: bool) -> None:
+    """Nobody needs to be told."""
+
+
+def _held(demands: Demands, parts: dict[int, nn.Module]) -> list[Held]:
+    """What this rank holds, under the model's own names; a parameter with several names goes by its first."""
+    first: dict[int, str] = {}
+    own: dict[str, str] = {}
+    for name, parameter in demands.model.named_parameters(remove_duplicate=False):
+        own[name] = first.setdefault(id(parameter), name)
+    held: list[Held] = []
+    for part in parts.values():
+        model = part.model
+        assert isinstance(model, nn.Module)
+        for prefix, module in model.named_modules():
+            fused = module.fused if isinstance(module, KeyedAttention) else {}
+            for name, parameter in module.named_parameters(prefix, recurse=False):
+                last = name.rpartition(".")[2]
+                source, block, blocks = fused.get(last, (last, 0, 1))
+                whole = f"{prefix}.{source}" if prefix else source
+                if any(each.parameter is parameter for each in held):
+                    continue
+                held.append(Held(own.get(whole, whole), parameter, (block, blocks), _split_dim(parameter)))
+    return held
+
+
+def _split_dim(parameter: Tensor) -> int | None:
+    """The dimension along which tp has split a parameter: the last axis of its mesh is tp's."""
+    if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
+        return None
+    placement = parameter.placements[-1]
+    return placement.dim if placement.is_shard() else None  # type: ignore[attr-defined]
+
+
+def _allocate(parts: dict[int, nn.Module], device: torch.device) -> None:
+    """Give all that is still on the meta device memory of its own; what is one parameter under two names stays one."""
+    for part in parts.values():
+        names: dict[int, list[tuple[nn.Module, str]]] = {}
+        for module in part.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    names.setdefault(id(parameter), []).append((module, name))
+        part.to_empty(device=device)
+        for (first, known), *others in names.values():
+            for module, name in others:
+                module._parameters[name] = first._parameters[known]
+
+
+def _fill(plan: Blueprint, parts: dict[int, nn.Module], held: list[Held], here: Here) -> None:
+    """Copy into this rank's parts what the constructor draws."""
+    mesh = here.submesh("fsdp", "cp") if here.layout.fsdp > 1 else None
+    sharded = (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1)
+    split = (here.place("tp"), here.layout.tp)
+    wanted: dict[str, list[Held]] = {}
+    for each in held:
+        wanted.setdefault(each.name, []).append(each)
+    buffers: dict[str, list[Tensor]] = {}
+    for part in parts.values():
+        for name, buffer in part.named_buffers():
+            buffers.setdefault(name.removeprefix("model."), []).append(buffer)
+
+    def take(name: str, values: Tensor) -> None:
+        for one in wanted.get(name, ()):
+            one.local.copy_(one.cut(values, split, sharded))
+        for buffer in buffers.get(name, ()):
+            local(buffer).copy_(values)
+
+    plan.fill(take)
+
+
+@contextmanager
+def _laid_out(here: Here, experiment: Experiment) -> Iterator[Blueprint]:
+    """The model's blueprint. One that can only be built whole is built, and let go of, by one rank of a node at a time.
+
+    So nothing in here may wait for another rank.
+    """
+    with ExitStack() as turn:
+        plan = blueprint(experiment.model, experiment.seed, partial(_kept, turn, here))
+        _refuse_other(plan.model)
+        yield plan
+
+
+@contextmanager
+def _kept(turn: ExitStack, here: Here) -> Iterator[None]:
+    """Begin this rank's turn, which ends with `turn`."""
+    turn.enter_context(_turn(here))
+    yield
+
+
+@contextmanager
+def _turn(here: Here) -> Iterator[None]:
+    for number in range(here.world.local_size):
+        if number == here.world.local_rank:
+            yield
+        with here.waiting("the other ranks of this node to build the model"):
+            dist.all_reduce(torch.zeros(1))
+
+
+def _refuse_other(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UserError(f"Experiment(model=…) returned {type(model).__name__}; it must return a torch nn.Module")
+
+
+def _without_values(plan: Blueprint) -> nn.Module:
+    return plan.model if plan.reason is None else copy.deepcopy(plan.model).to("meta")

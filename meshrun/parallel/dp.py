@@ -1,10 +1,7 @@
 """The axis dp: every rank holds the whole model, and gradients are averaged over the ranks once a step.
 
     placed = apply(model, here)
-    for last, piece in …:
-        with placed.accumulating(reduce=last):
-            placed.backward(loss * scale, sums if last else None)
-    sums = placed.finish_reduction()           # gradients are means, sums are sums over all replicas
+    outcome = placed.step(7, pieces, samples=64, loss=cross_entropy)
 
 torch's DistributedDataParallel reduces while the backward pass still runs. Two kinds of step it cannot do, and they are
 reduced here after the backward pass instead: the first one, which finds out whether the model has parameters that take
@@ -17,8 +14,8 @@ own would cost more than all else that is done for them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,7 +24,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from meshrun.errors import RunFailed
+from meshrun.experiment import Loss
 from meshrun.mesh import Here
+from meshrun.parallel import buffers, compress
+from meshrun.parallel.dropout import Moment
+from meshrun.parallel.placed import Cutting, Outcome, Piece, Score, Shard, as_sums, call, persistent_buffers
 
 # Ranks agree on running statistics before they are used, not in every forward pass. torch 2.13 renamed the switch.
 _SWITCHES = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -36,7 +37,14 @@ _KEEP_BUFFERS: dict[str, Any] = {
 }
 
 
-def apply(model: nn.Module, here: Here) -> Replicated:
+def apply(
+    model: nn.Module,
+    here: Here,
+    moment: Moment | None = None,
+    arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    compression: str = "none",
+    notes: Sequence[str] = (),
+) -> Replicated:
     """Replicate a model that is already on this rank's device."""
     if here.mesh is not None:
         with here.waiting("the initial weights from rank 0"), torch.no_grad():
@@ -44,7 +52,7 @@ def apply(model: nn.Module, here: Here) -> Replicated:
                 values = tensor.detach().contiguous()
                 dist.broadcast(values, src=0)
                 tensor.copy_(values)
-    return Replicated(model, here)
+    return Replicated(model, here, moment or Moment(), arithmetic, compression, list(notes))
 
 
 class Cargo(nn.Module):
@@ -86,11 +94,22 @@ class Cargo(nn.Module):
 
 
 class Replicated:
-    """A model whose gradients are the mean over all replicas after `finish_reduction`."""
+    """A model whose gradients are the mean over all replicas after a step."""
 
-    def __init__(self, model: nn.Module, here: Here) -> None:
-        self.model, self.here = model, here
-        self.parameters = [each for each in model.parameters() if each.requires_grad]
+    def __init__(
+        self,
+        model: nn.Module,
+        here: Here,
+        moment: Moment,
+        arithmetic: Callable[[], AbstractContextManager[Any]],
+        compression: str,
+        notes: list[str],
+    ) -> None:
+        self.model, self.here, self.moment, self.notes = model, here, moment, notes
+        self.cutting = Cutting()
+        self._arithmetic, self._compression = arithmetic, compression
+        self.shards = [Shard(name, each, here.size) for name, each in model.named_parameters() if each.requires_grad]
+        self.parameters = [each.parameter for each in self.shards]
         self._ddp: DistributedDataParallel | None = None
         self._cargo: Cargo | None = None
         self._by_hand = False
@@ -98,16 +117,56 @@ class Replicated:
         self._sums: Tensor | None = None
         self._summing: dist.Work | None = None
 
-    def begin_step(self, every_rank_has_samples: bool) -> None:
+    def step(self, step: int, pieces: list[Piece], samples: int, loss: Score) -> Outcome:
+        """One update's gradients: those of sum(total) / samples over all replicas."""
+        self._begin_step(every_rank_has_samples=samples >= self.here.replicas)
+        own: Tensor | None = None
+        if not pieces:
+            own = torch.zeros(2, dtype=torch.float64, device=self.here.device)
+            self._backward(None, own)
+        for number, piece in enumerate(pieces):
+            last = number == len(pieces) - 1
+            with self._accumulating(reduce=last):
+                found = self._loss(step, piece, loss)
+                own = as_sums(found) if own is None else own + as_sums(found)
+                self._backward(found.total * (self.here.replicas / samples), own if last else None)
+        assert own is not None
+        return Outcome(own, self._finish_reduction(), None)
+
+    def _loss(self, step: int, piece: Piece, loss: Score) -> Loss:
+        self.moment.step = step
+        self.moment.ids = torch.tensor(piece.ids, device=self.here.device)
+        with self._arithmetic():
+            return loss(self._forward(piece.inputs), piece.targets)
+
+    @torch.no_grad()
+    def scores(self, pieces: Iterable[Piece], functions: Mapping[str, Score]) -> Tensor:
+        sums = torch.zeros(len(functions), 2, dtype=torch.float64, device=self.here.device)
+        for piece in pieces:
+            with self._arithmetic():
+                outputs = call(self.model, piece.inputs)
+                sums += torch.stack([as_sums(each(outputs, piece.targets)) for each in functions.values()])
+        return sums
+
+    def train(self, mode: bool) -> None:
+        self.model.train(mode)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Rank 0 has them all."""
+        if self.here.rank == 0:
+            for name, tensor in (*self.model.named_parameters(), *persistent_buffers(self.model)):
+                yield name, tensor.detach()
+
+    def _begin_step(self, every_rank_has_samples: bool) -> None:
         """Decide how the gradients of this step are reduced; all ranks decide the same."""
         self._by_hand = self.here.mesh is not None and (self._ddp is None or not every_rank_has_samples)
 
-    def forward(self, inputs: Any) -> Any:
+    def _forward(self, inputs: Any) -> Any:
         """Call the model as its inputs ask for: a tuple is spread, a dict is passed by name."""
         return call(self._ddp if self._ddp is not None and not self._by_hand else self.model, inputs)
 
     @contextmanager
-    def accumulating(self, reduce: bool) -> Iterator[None]:
+    def _accumulating(self, reduce: bool) -> Iterator[None]:
         """Forward and backward of one micro-batch; only the last one of a step sends gradients."""
         if self._ddp is None and self._by_hand:
             with self._noting_uses():
@@ -118,7 +177,7 @@ class Replicated:
             with self._ddp.no_sync():
                 yield
 
-    def backward(self, loss: Tensor | None, sums: Tensor | None) -> None:
+    def _backward(self, loss: Tensor | None, sums: Tensor | None) -> None:
         """Add the gradients of a loss; `sums`, given with the last one of a step, are added over all replicas."""
         if loss is not None and sums is not None and self._cargo is not None and not self._by_hand:
             torch.autograd.backward([loss, self._cargo.hold], [None, self._cargo.load(sums, self.here.replicas)])
@@ -129,7 +188,7 @@ class Replicated:
         if loss is not None:
             loss.backward()
 
-    def finish_reduction(self) -> Tensor:
+    def _finish_reduction(self) -> Tensor:
         """After the last backward pass of a step: every gradient is the mean over the replicas; returns the sums."""
         if self._by_hand:
             used_by_all = self._reduce_by_hand()
@@ -146,8 +205,10 @@ class Replicated:
 
     def _make_ddp(self, all_are_used: bool) -> None:
         """Gradients must not live in DDP's buckets before it is made, so it is made for the next step on."""
-        # What is not part of the outputs' graph would pass for an unused parameter, so then sums travel on their own.
-        self._cargo = Cargo(self.model, self.parameters[0]) if all_are_used else None
+        # What is not part of the outputs' graph would pass for an unused parameter, and what is compressed is no exact
+        # sum any more: then sums travel on their own.
+        alone = not all_are_used or self._compression != "none"
+        self._cargo = None if alone else Cargo(self.model, self.parameters[0])
         self._ddp = DistributedDataParallel(
             self._cargo or self.model,
             process_group=self._group(),
@@ -156,22 +217,13 @@ class Replicated:
             find_unused_parameters=not all_are_used,
             **_KEEP_BUFFERS,
         )
+        compress.register(self._ddp, self._compression)
 
     def agree_on_buffers(self) -> None:
         """Give all ranks the same running statistics: the mean of theirs, or rank 0's where a mean has no sense."""
-        if self.here.mesh is None:
-            return
-        with self.here.waiting("the running statistics of the other ranks"), torch.no_grad():
-            for buffer in self.model.buffers():
-                values = buffer.detach().contiguous()
-                if values.is_floating_point():
-                    # In doubles the mean of equal values is that value: tables that never change stay as they are.
-                    values = values.double()
-                    dist.all_reduce(values)
-                    values /= self.here.replicas
-                else:
-                    dist.broadcast(values, src=0)
-                buffer.copy_(values)
+        if self.here.mesh is not None:
+            with self.here.waiting("the running statistics of the other ranks"):
+                buffers.average(self.model.buffers(), self._group())
 
     def _group(self) -> dist.ProcessGroup:
         assert self.here.mesh is not None
@@ -213,11 +265,3 @@ class Replicated:
                 dist.all_reduce(mine, group=self._group())
                 parameter.grad = mine.div_(self.here.replicas)
         return int(ranks.min()) == self.here.replicas
-
-
-def call(module: nn.Module, inputs: Any) -> Any:
-    if isinstance(inputs, dict):
-        return module(**inputs)
-    if isinstance(inputs, tuple | list):
-        return module(*inputs)
-    return module(inputs)

@@ -1,6 +1,6 @@
 """Model weights as safetensors files: no pickle, so that reading one can run no code.
 
-save_weights(model, Path("best.safetensors"), {"step": 120, "loss": 0.07})
+save_weights(dict(model.named_parameters()), Path("best.safetensors"), {"step": 120, "loss": 0.07})
 load_weights(model, Path("best.safetensors"))
 """
 
@@ -14,16 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_model, save_file, save_model
+from safetensors.torch import load_model, save_file
 from torch import Tensor, nn
 
 from meshrun.errors import UserError
 
 
-def save_weights(model: nn.Module, path: Path, about: Mapping[str, Any]) -> None:
-    """Write the weights under the model's own names; tied ones once."""
-    with whole(path) as beside:
-        save_model(model, str(beside), metadata=_texts(about))
+def save_weights(weights: Mapping[str, Tensor], path: Path, about: Mapping[str, Any]) -> None:
+    """Write the weights under the model's own names; tied ones are there once."""
+    save_tensors({name: _alone(tensor) for name, tensor in weights.items()}, path, about)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A tensor that has its memory for itself: in such a file two may not share any."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size() else tensor.clone()
 
 
 def save_tensors(tensors: dict[str, Tensor], path: Path, about: Mapping[str, Any]) -> None:

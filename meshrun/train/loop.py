@@ -28,15 +28,15 @@ import torch
 from torch import Tensor
 
 from meshrun.data.loader import Loader, Reading, StepData
-from meshrun.data.order import Order
+from meshrun.data.order import Cut, Order
 from meshrun.errors import RunFailed
 from meshrun.experiment import Experiment
 from meshrun.mesh import Here, start
-from meshrun.parallel.build import build
+from meshrun.parallel.build import How, build
 from meshrun.state.weights import save_weights
 from meshrun.train.evaluate import Scores, evaluate
 from meshrun.train.optim import make, set_learning_rate
-from meshrun.train.step import Stepper
+from meshrun.train.step import Inspect, Stepper
 from meshrun.world.cores import granted
 
 Record = Callable[..., None]
@@ -135,6 +135,8 @@ class Trainer:
         lr_scale: float = 1.0,
         weights: Path | None = None,
         record: Record | None = None,
+        how: How | None = None,
+        inspect: Inspect | None = None,
     ) -> None:
         """`record(kind, **fields)` is told of every step and evaluation; `weights` is where the best and last go."""
         self.experiment, self.here = experiment, here or start()
@@ -142,29 +144,28 @@ class Trainer:
         self.total_steps = experiment.steps or max(1, round((experiment.epochs or 0) * self.order.steps_per_epoch))
         self.eval_every = eval_every or self.order.steps_per_epoch
         self.weights, self.record = weights, record
+        if experiment.precision == "fp32":
+            # Convolutions on a GPU would round to 10 bits by default, and fp32 is to mean fp32.
+            torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        self.placed = build(experiment, self.here, how or How())
+        cutting = self.placed.cutting
         self.reading = Reading(
-            micro=experiment.micro,
+            cut=Cut(experiment.micro, cutting.in_step, cutting.equal, cutting.pieces, cutting.multiple_of),
             workers=_workers(self.here) if workers is None else workers,
             prefetch=prefetch,
             pin=self.here.device.type == "cuda",
             collate=experiment.collate,
         )
-        if experiment.precision == "fp32":
-            # Convolutions on a GPU would round to 10 bits by default, and fp32 is to mean fp32.
-            torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
-        self.placed = build(experiment.model, self.here, experiment.seed)
         self.model = self.placed.model
-        self.optimizer = make(experiment.optimizer, self.placed.parameters, lr_scale)
+        self.optimizer = make(experiment.optimizer, [each.parameter for each in self.placed.shards], lr_scale)
         self.step = 0
         """The cursor: how many updates were done. It is all the state that the data has."""
         self.totals = Totals()
-        self._update = Stepper(
-            self.here, self.placed, self.optimizer, experiment.loss, experiment.precision, experiment.clip
-        )
+        self._update = Stepper(self.here, self.placed, self.optimizer, experiment.loss, experiment.clip, inspect)
 
     def steps(self) -> Iterator[Update]:
         """Train, yielding after every update."""
-        self.model.train()
+        self.placed.train(True)
         loader = Loader(self.experiment.train, self.order, self.here.replica, self.here.replicas, self.reading)
         unsettled: deque[Update] = deque()
         lag = 1 if self.here.device.type == "cuda" else 0
@@ -197,8 +198,7 @@ class Trainer:
                 self._evaluate_and_keep()
         if not self.experiment.evals:
             self.placed.agree_on_buffers()
-        if self.here.rank == 0 and self.weights is not None:
-            save_weights(self.model, self.weights / "last.safetensors", {"step": self.step})
+        self._keep("last", {"step": self.step})
         return self.totals.result()
 
     def _one(self, data: StepData) -> Update:
@@ -210,7 +210,8 @@ class Trainer:
             ready = torch.cuda.Event()
             ready.record()
         self.totals.ids.update(data.ids.astype("<i8", copy=False))
-        return Update(data.step, len(data.ids), rate, data.waited, data.pieces, values, ready)
+        own = [piece[:real] for piece, real in zip(data.pieces, data.real, strict=True)]
+        return Update(data.step, len(data.ids), rate, data.waited, own, values, ready)
 
     def _settle(self, update: Update) -> None:
         if not (math.isfinite(update.loss) and math.isfinite(update.grad_norm)):
@@ -252,8 +253,14 @@ class Trainer:
         loss = scores[first]["loss"]
         if loss < self.totals.best.get("loss", math.inf):
             self.totals.best = {"step": self.step, **scores[first]}
-            if self.here.rank == 0 and self.weights is not None:
-                save_weights(self.model, self.weights / "best.safetensors", self.totals.best)
+            self._keep("best", self.totals.best)
+
+    def _keep(self, name: str, about: dict[str, Any]) -> None:
+        """Write the weights, under the model's own names; ranks that hold parts of them send these to rank 0."""
+        if self.weights is not None:
+            whole = dict(self.placed.weights())
+            if self.here.rank == 0:
+                save_weights(whole, self.weights / f"{name}.safetensors", about)
 
     def _tell(self, kind: str, **fields: Any) -> None:
         if self.record is not None:

@@ -1,7 +1,7 @@
 """The optimizer's side of a step: its fused form, the learning rate, and the one scaling of all gradients.
 
     optimizer = make(experiment.optimizer, parameters, scale=1.0)
-    norm = scale_now(parameters, factor, clip=1.0)
+    norm = scale_now(gradients, norm_now(gradients), factor, clip=1.0)
 
 All gradients are multiplied once a step: to make them those of the mean loss, and to clip them.
 """
@@ -54,25 +54,34 @@ def set_learning_rate(
     return float(optimizer.param_groups[0]["lr"])
 
 
-def scale_now(parameters: list[nn.Parameter], factor: float, clip: float | None) -> float:
+def norm_now(gradients: list[Tensor]) -> float:
+    """The norm of all gradients together."""
+    return math.hypot(*torch.stack(torch._foreach_norm(gradients)).tolist())
+
+
+def scale_now(gradients: list[Tensor], norm: float, factor: float, clip: float | None) -> float:
     """Multiply all gradients by `factor`, then down to the norm `clip`; returns the norm before clipping.
 
     Both are one pass over the gradients, and none where nothing is to be changed.
     """
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = math.hypot(*torch.stack(torch._foreach_norm(gradients)).tolist()) * factor
+    norm *= factor
     if clip is not None:
         factor *= min(1.0, clip / (norm + 1e-6))  # torch's own clipping adds as much
-    if factor != 1.0:
+    if factor != 1.0 and gradients:
         torch._foreach_mul_(gradients, factor)
     return norm
 
 
-def scale_on_device(parameters: list[nn.Parameter], factor: Tensor, clip: float | None) -> Tensor:
-    """The same for gradients on a GPU, where looking at a number would make the host wait for it."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))) * factor
+def norm_on_device(gradients: list[Tensor]) -> Tensor:
+    """The norm of gradients on a GPU, where looking at a number would make the host wait for it."""
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+
+
+def scale_on_device(gradients: list[Tensor], norm: Tensor, factor: Tensor, clip: float | None) -> Tensor:
+    """What `scale_now` does, without looking."""
+    norm = norm * factor
     if clip is not None:
         factor = factor * torch.clamp(clip / (norm + 1e-6), max=1.0)
-    torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
     return norm

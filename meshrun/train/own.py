@@ -36,6 +36,11 @@ from meshrun.world import detect
 def replicate(model: nn.Module) -> nn.Module:
     """The model on this rank's device, with rank 0's weights, its gradients averaged over all ranks in backward."""
     here = start()
+    if here.layout.dp < here.size:
+        raise UserError(
+            f"replicate() copies the model to all ranks, but the layout is '{here.layout}'; use "
+            f"dp={here.size} (--layout), or Trainer(experiment).steps(), which trains on every layout"
+        )
     placed = apply(model.to(here.device), here)
     return model if here.mesh is None else DistributedDataParallel(placed.model, gradient_as_bucket_view=True)
 

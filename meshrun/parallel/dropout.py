@@ -1,0 +1,358 @@
+"""Dropout that does not know the mesh: what is dropped depends on the sample and not on the rank that computes it.
+
+    moment = Moment(seed=0)
+    key_dropouts(model, moment)                # nn.Dropout becomes KeyedDropout, in place; names and hooks stay
+    for step, ids in …:
+        moment.step, moment.ids = step, ids    # before each forward pass: which samples are these?
+        model(inputs)
+
+    checkpoint(block, x, use_reentrant=False, context_fn=lambda: replay(moment))     # recomputed with the same masks
+
+Whether an element is dropped is a hash of (seed, step, sample id, module name, how many times the module has been
+called in this forward pass, index of the element in its sample), so ranks that hold other samples, tokens or features
+draw what one process would. A sample's elements are seen as rows (all dims but the last) and columns (the last one):
+a row gets two 32-bit words from 64-bit arithmetic on small tensors, and only 32-bit arithmetic is done on all elements.
+Integers wrap the same way on every device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from meshrun.errors import RunFailed
+
+Part = tuple[int, int]
+"""(part, parts): this part of that many equal, contiguous ones."""
+
+
+@dataclass(eq=False)
+class Moment:
+    """What is being computed now. All keyed modules of a model share one; the trainer assigns to its fields.
+
+    Assigning `step` or `ids` begins a forward pass: a module that is called twice in it drops other elements the second
+    time.
+    """
+
+    seed: int = 0
+    step: int | None = None
+    """None: nobody has said, and modules do what plain torch does."""
+    ids: Tensor | None = None
+    """The sample ids (int64) of the micro-batch, in its order; on the model's device they need not be sent there."""
+    positions: Tensor | None = None
+    """Under context parallelism: where in the sequence the tokens of this rank stand (dim 1 of activations)."""
+    length: int | None = None
+    """The length of the whole sequence where `positions` are given."""
+    key: Tensor | None = field(init=False, repr=False, default=None)
+    """Seed and step in one word. A tensor, like `turns`: compiled code need not be compiled again when it changes."""
+    turns: dict[str, Tensor] = field(init=False, repr=False, default_factory=dict)
+    """How many times each module has been called in this forward pass."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+        if name in ("seed", "step"):
+            known = getattr(self, "step", None) is not None
+            object.__setattr__(self, "key", word(f"{self.seed} {self.step}") if known else None)
+        if name in ("step", "ids"):
+            for turn in self.__dict__.get("turns", {}).values():
+                turn.zero_()
+
+    def copy(self) -> Moment:
+        """This moment, to be returned to when the original has moved on."""
+        copied = Moment(self.seed, self.step, self.ids, self.positions, self.length)
+        copied.turns = {name: turn.clone() for name, turn in self.turns.items()}
+        return copied
+
+    def restore(self, earlier: Moment) -> None:
+        """Return to a copy."""
+        self.seed, self.step, self.ids = earlier.seed, earlier.step, earlier.ids
+        self.positions, self.length = earlier.positions, earlier.length
+        for name, turn in self.turns.items():
+            turn.copy_(earlier.turns[name]) if name in earlier.turns else turn.zero_()
+
+
+@contextlib.contextmanager
+def frozen(moment: Moment, at: Moment) -> Iterator[None]:
+    """Inside, the moment is what it was when `at` was copied from it."""
+    now = moment.copy()
+    moment.restore(at)
+    try:
+        yield
+    finally:
+        moment.restore(now)
+
+
+def replay(
+    moment: Moment,
+) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+    """The contexts of a forward pass and of its recomputation, as `torch.utils.checkpoint` wants them."""
+    return contextlib.nullcontext(), frozen(moment, moment.copy())
+
+
+def key_dropouts(model: nn.Module, moment: Moment) -> list[str]:
+    """Turn every dropout of a model into its keyed version, and name those that were turned.
+
+    Of torch's own classes, `AlphaDropout` and `FeatureAlphaDropout` stay as they are.
+    """
+    turned = []
+    for name, module in model.named_modules():
+        if (keyed := KEYED.get(type(module))) is not None:
+            module.__class__ = keyed
+            become_keyed(module, moment, name)
+            turned.append(name)
+    for layer in model.modules():
+        if isinstance(layer, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
+            for module in layer.modules():
+                if isinstance(module, KeyedDropout):
+                    module.batch_dim = 0 if layer.self_attn.batch_first else 1
+    return turned
+
+
+class Keyed(nn.Module):
+    """What all modules have that draw by key."""
+
+    moment: Moment
+    word: Tensor
+    turn: Tensor
+
+    @property
+    def name(self) -> str:
+        """The module's name in the whole model: assign it anew where a model was cut."""
+        return str(self.__dict__["_name"])
+
+    @name.setter
+    def name(self, name: str) -> None:
+        # Tensors, and no buffers: they neither move with the model nor are they saved with it.
+        self.__dict__["_name"] = name
+        self.word, self.turn = word(name), self.moment.turns.setdefault(name, torch.zeros((), dtype=torch.int64))
+
+    def sample_words(self, x: Tensor) -> Tensor:
+        """A 64-bit word for each sample of the micro-batch, other ones at the next call."""
+        moment = self.moment
+        if moment.ids is None:
+            raise RunFailed(f"the module '{self.name}' draws random numbers by sample, but nobody said which ones: ids")
+        assert moment.key is not None
+        words = mixed(moment.ids.to(x.device) * SAMPLE + (moment.key + self.word + self.turn * TURN))
+        self.turn.add_(1)
+        return words
+
+    def misfit(self, x: Tensor, wanted: str) -> RunFailed:
+        samples = 0 if self.moment.ids is None else len(self.moment.ids)
+        return RunFailed(
+            f"the module '{self.name}' got a tensor of shape {tuple(x.shape)} for a micro-batch of {samples} samples; "
+            f"{wanted} must be the batch, so that what is dropped is the same on every mesh"
+        )
+
+
+class KeyedDropout(Keyed, nn.Dropout):
+    """`nn.Dropout` by key.
+
+    Where nobody says which dim is the batch, it is dim 0 if that is a multiple of the number of samples, each of which
+    then owns as many consecutive entries; where only dim 1 has the size of the batch, that is it.
+    """
+
+    batch_dim: int | None = None
+    """0 or 1: the batch is there even if the sizes would allow for the other; None: find out from the sizes."""
+
+    part_of_sequence: Part | None
+    """dim 1 of the input is this part of the (local) sequence."""
+    part_of_features: Part | None
+    """The last dim of the input is this part of the features."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.p in (0, 1) or self.moment.key is None:
+            return super().forward(input)
+        words = self.sample_words(input)
+        samples, shape = len(words), input.shape
+        second = input.dim() > 1 and shape[1] == samples and self.batch_dim != 0
+        second = second and (self.batch_dim == 1 or (samples > 0 and shape[0] % samples > 0))
+        if second:
+            shape = torch.Size((shape[1], shape[0], *shape[2:]))
+        if (samples and shape[0] % samples) or (not samples and shape[0]):
+            raise self.misfit(input, "dim 0 of what a Dropout gets")
+        rows = self._rows(shape, shape[0] // max(samples, 1), input.device)
+        columns = of_part(shape[-1] if input.dim() > 1 else 1, self.part_of_features, input.device)
+        kept = keeps(words, rows, columns, self.p).view(shape)
+        return dropped(input, kept.transpose(0, 1) if second else kept, self.p)
+
+    def _rows(self, shape: torch.Size, each: int, device: torch.device) -> Tensor:
+        """The index in its sample, and in the unsplit tensor, of each row that a sample owns."""
+        sizes, sequence = list(shape[1:-1]), 0
+        if each != 1 or not sizes:
+            # A sample owns several entries of dim 0: these stand for dim 1 where that is the last.
+            sequence = min(1, len(sizes))
+            sizes.insert(0, each)
+        axes = [(of_part(size, None, device), size) for size in sizes]
+        positions, part = self.moment.positions, self.part_of_sequence
+        if part is not None:
+            axes[sequence] = of_part(sizes[sequence], part, device), sizes[sequence] * part[1]
+        if positions is not None:
+            self._place(axes, positions.to(device), sequence)
+        index = axes[0][0]
+        for axis, size in axes[1:]:
+            index = (index[:, None] * size + axis).flatten()
+        return index
+
+    def _place(self, axes: list[tuple[Tensor, int]], positions: Tensor, sequence: int) -> None:
+        """Under context parallelism, put the tokens' positions where the sequence is.
+
+        That is dim 1, or dim 2 of attention's (batch, heads, queries, keys), or it is in dim 0 with the batch; a tensor
+        of other sizes has no tokens.
+        """
+        length = self.moment.length
+        if length is None:
+            raise RunFailed("the positions of the tokens are known but not the length of their sequence: length")
+        mine = positions_of_part(positions, self.part_of_sequence)
+        for axis, found in ((sequence, mine), (sequence + 1, positions), (0, mine)):
+            if axis < len(axes) and len(axes[axis][0]) == len(found):
+                axes[axis] = found, length
+                return
+
+
+class _KeyedChannels(Keyed):
+    """A dropout of whole channels: the element's index is that of its channel, and the features are the channels."""
+
+    p: float
+    part_of_sequence: Part | None
+    part_of_features: Part | None
+    batched: tuple[int, ...]
+    """The numbers of dims of an input that has a batch; with one less it is a single sample."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or self.p in (0, 1) or self.moment.key is None:
+            return super().forward(input)
+        words = self.sample_words(input)
+        batch = input if input.dim() in self.batched else input.unsqueeze(0)
+        samples, (entries, channels) = len(words), batch.shape[:2]
+        if batch.dim() not in self.batched or entries != samples * (each := entries // max(samples, 1)):
+            raise self.misfit(input, f"dim 0 of what a {type(self).__name__.removeprefix('Keyed')} gets")
+        axis = of_part(channels, self.part_of_features or self.part_of_sequence, input.device)
+        positions = self.moment.positions
+        if positions is not None:
+            mine = positions_of_part(positions, self.part_of_sequence)
+            axis = mine.to(input.device) if len(mine) == channels else axis
+        kept = keeps(words, torch.arange(each, device=input.device), axis, self.p)
+        kept = kept.view(entries, channels, *[1] * (batch.dim() - 2))
+        return dropped(batch, kept, self.p).view(input.shape)
+
+
+class KeyedDropout1d(_KeyedChannels, nn.Dropout1d):
+    batched = (3,)
+
+
+class KeyedDropout2d(_KeyedChannels, nn.Dropout2d):
+    # torch takes three dims for (batch, channels, length).
+    batched = (3, 4)
+
+
+class KeyedDropout3d(_KeyedChannels, nn.Dropout3d):
+    batched = (5,)
+
+
+KEYED: dict[type[nn.Module], type[Keyed]] = {
+    nn.Dropout: KeyedDropout,
+    nn.Dropout1d: KeyedDropout1d,
+    nn.Dropout2d: KeyedDropout2d,
+    nn.Dropout3d: KeyedDropout3d,
+}
+
+
+def become_keyed(module: nn.Module, moment: Moment, name: str) -> None:
+    """Give a module whose class has become a keyed one what such a module has."""
+    module.moment = moment  # type: ignore[assignment]
+    module.name = name  # type: ignore[assignment]
+    module.part_of_sequence = module.part_of_features = None  # type: ignore[assignment]
+
+
+def of_part(size: int, part: Part | None, device: torch.device) -> Tensor:
+    """The indices, in the whole, of a part with this many elements."""
+    start = size * part[0] if part else 0
+    return torch.arange(start, start + size, device=device)
+
+
+def positions_of_part(positions: Tensor, part: Part | None) -> Tensor:
+    return positions.tensor_split(part[1])[part[0]] if part else positions
+
+
+def dropped(x: Tensor, kept: Tensor, p: float) -> Tensor:
+    # Multiplied in this order, the backward pass needs only `kept`: a byte an element.
+    return x * kept * (1 / (1 - p))
+
+
+# The odd constants are those of splitmix64, of Weyl sequences, and of a searched 32-bit hash with little bias
+# (github.com/skeeto/hash-prospector), as signed numbers.
+SAMPLE, TURN = 0x2545F4914F6CDD1D, -0x61C8864680B583EB
+_MIX64 = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
+_MIX32 = (0x7FEB352D, 0x846CA68B - (1 << 32))
+
+
+def word(text: str) -> Tensor:
+    """64 bits that stand for a text."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return torch.tensor(int.from_bytes(digest, "little", signed=True), dtype=torch.int64)
+
+
+def keeps(words: Tensor, rows: Tensor, columns: Tensor, p: float) -> Tensor:
+    """Which of the elements (sample, row, column) stay when each is dropped with probability p."""
+    # The numbers are uniform over int32, so the lowest p of them are dropped.
+    return hashed(words, rows, columns) >= round(p * (1 << 32)) - (1 << 31)
+
+
+def hashed(words: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """A number in int32 for every (sample, row, column)."""
+    # Only words are multiplied and never an index alone: where a compiler knows a range, it takes for granted that the
+    # product does not overflow, and is wrong.
+    row = mixed(words[:, None] + rows)[:, :, None]
+    # An odd factor and a summand of each row's own, so that no two rows see the columns alike.
+    factor, start, column = (row >> 32).to(torch.int32) | 1, row.to(torch.int32), columns.to(torch.int32)
+    if _one_kernel(column):
+        return _kernel(_HASHED)(column, factor, start)
+    h = column * factor
+    h += start
+    h ^= (h >> 16) & 0xFFFF
+    h *= _MIX32[0]
+    h ^= (h >> 15) & 0x1FFFF
+    h *= _MIX32[1]
+    return h
+
+
+def mixed(z: Tensor) -> Tensor:
+    """Every bit of a 64-bit word depends on all of them after this (splitmix64)."""
+    if _one_kernel(z):
+        return _kernel(_MIXED)(z)
+    # Shifts of signed numbers copy the sign; the masks make zeros of these copies.
+    z = (z ^ (z >> 30) & 0x3FFFFFFFF) * _MIX64[0]
+    z = (z ^ (z >> 27) & 0x1FFFFFFFFF) * _MIX64[1]
+    return z ^ (z >> 31) & 0x1FFFFFFFF
+
+
+# A GPU would read and write all elements once for each operation; compiled code fuses these by itself.
+_HASHED = f"""
+template <typename T> T hashed(T column, T factor, T start) {{
+    unsigned int h = (unsigned int)column * (unsigned int)factor + (unsigned int)start;
+    h = (h ^ (h >> 16)) * {_MIX32[0]}u;
+    return (T)((h ^ (h >> 15)) * {_MIX32[1] % (1 << 32)}u);
+}}"""
+_MIXED = f"""
+template <typename T> T mixed(T word) {{
+    unsigned long long z = (unsigned long long)word;
+    z = (z ^ (z >> 30)) * {_MIX64[0] % (1 << 64)}ull;
+    z = (z ^ (z >> 27)) * {_MIX64[1] % (1 << 64)}ull;
+    return (T)(z ^ (z >> 31));
+}}"""
+
+
+def _one_kernel(x: Tensor) -> bool:
+    return x.is_cuda and torch.version.hip is None and not torch.compiler.is_compiling()
+
+
+@functools.cache
+def _kernel(source: str) -> Callable[..., Tensor]:
+    kernel: Callable[..., Tensor] = torch.cuda.jiterator._create_jit_fn(source)
+    return kernel

@@ -1,0 +1,77 @@
+"""The axis fsdp: every rank keeps a part of each parameter, of its gradient and of its optimizer state.
+
+    apply(model, segments, mesh, "zero3", precision="fp32")
+    with accumulating(model, "zero3", last=True): loss.backward()
+    settle(model)                           # before the optimizer step
+
+torch's `fully_shard` with one unit a segment, and what is outside of them in the outermost unit. The variants differ in
+what is whole, and for how long:
+
+    zero3   parameters are whole only while their segment computes; gradients are cut after each micro-batch
+    zero2   parameters stay whole from the forward to the backward pass; gradients are cut after each micro-batch
+    zero1   parameters and gradients stay whole through all micro-batches of a step; only the optimizer's state is cut
+
+On a mesh of two axes (dp, fsdp), parts are kept along the second and copies along the first: hybrid sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+
+def apply(
+    model: nn.Module,
+    segments: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    variant: str,
+    precision: str,
+    offload: bool,
+) -> None:
+    """Shard a model whose parameters may still be on the meta device."""
+    # Autocast keeps its own rules of what is computed how; only what travels and what is kept is decided here.
+    policy = (
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        if precision == "bf16"
+        else MixedPrecisionPolicy()
+    )
+    pin = mesh.device_type == "cuda"
+    kept = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
+    reshard = variant == "zero3"
+    units = [each for each in segments if not _shares_parameters(each, model)]
+    for unit in units:
+        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=kept)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=kept)
+
+
+def _shares_parameters(segment: nn.Module, model: nn.Module) -> bool:
+    """Whether another part of the model uses these parameters too: then only the outermost unit can own them."""
+    own = {id(each) for each in segment.parameters()}
+    inside = {id(each) for each in segment.modules()}
+    return not own or any(
+        id(each) in own
+        for module in model.modules()
+        if id(module) not in inside
+        for each in module.parameters(recurse=False)
+    )
+
+
+def accumulating(model: nn.Module, variant: str, last: bool) -> None:
+    """Say before a micro-batch's backward pass whether it is the last one of the step."""
+    module = cast(FSDPModule, model)
+    module.set_is_last_backward(last)
+    if variant == "zero1":
+        module.set_requires_gradient_sync(last)
+        module.set_reshard_after_backward(last)
+
+
+def settle(model: nn.Module) -> None:
+    """Let go of whole parameters before the optimizer changes their parts: kept ones would be used once more, stale."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()

@@ -1,0 +1,153 @@
+"""What every layout makes of a model, and the words that the axes share.
+
+    placed = build(...)                                  # a `Placed`
+    outcome = placed.step(7, pieces, samples=64, loss=cross_entropy)
+    for shard in placed.shards: shard.parameter.grad     # what the optimizer works on: this rank's part, a plain tensor
+
+A rank computes `Piece`s, its micro-batches. Where ranks must go in step with each other (all layouts but dp alone),
+each has the same number of them, and some rows may only fill one up: they are computed and never counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from meshrun.experiment import Loss
+
+Score = Callable[[Any, Any], Loss]
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+"""Of tensors that travel between ranks: a message says by number which it is."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A micro-batch: the first `real` rows belong to this rank, the others only fill it up."""
+
+    inputs: Any
+    targets: Any
+    ids: list[int]
+    real: int
+    positions: Tensor | None = None
+    """Where this rank's tokens stand in the sequence, where that is split over ranks."""
+    length: int | None = None
+    """How long the sequence then is."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """This rank's part of one of the model's parameters, as a plain tensor that shares its memory."""
+
+    name: str
+    """As the model itself calls it."""
+    parameter: nn.Parameter
+    copies: int
+    """How many ranks hold these very elements."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step has computed; gradients are in the shards."""
+
+    own: Tensor
+    """(total, count) of this rank's samples."""
+    sums: Tensor
+    """(total, count) of the global batch."""
+    norm: Tensor | None
+    """The norm of the whole gradient, where a rank cannot find it from its own shards alone."""
+
+
+@dataclass(frozen=True)
+class Cutting:
+    """How the trainer must cut a replica's samples into pieces, so that ranks stay in step."""
+
+    in_step: bool = False
+    """Every replica has the same number of pieces."""
+    equal: bool = False
+    """Every piece has the same number of rows."""
+    pieces: int = 1
+    """How many pieces at least, if there are samples for them."""
+    multiple_of: int = 1
+
+
+class Placed(Protocol):
+    """A model on this rank's place in the mesh."""
+
+    model: nn.Module
+    shards: list[Shard]
+    cutting: Cutting
+    notes: list[str]
+    """What the user should know about how the model was laid out."""
+
+    def step(self, step: int, pieces: list[Piece], samples: int, loss: Score) -> Outcome:
+        """Forward, backward and reduction of one update: gradients of sum(total) / samples."""
+
+    def scores(self, pieces: Iterable[Piece], functions: Mapping[str, Score]) -> Tensor:
+        """Rows of (total, count) of these pieces, a row a function; zeros on ranks that do not see the outputs."""
+
+    def train(self, mode: bool) -> None:
+        """Switch what is on this rank to training, or to evaluation."""
+
+    def agree_on_buffers(self) -> None:
+        """Give all ranks the same running statistics."""
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and buffer of the state dict, whole, on the host of rank 0; nothing on other ranks."""
+
+
+def call(module: nn.Module, inputs: Any) -> Any:
+    """Call a model as its inputs ask for: a tuple is spread, a dict is passed by name."""
+    if isinstance(inputs, dict):
+        return module(**inputs)
+    if isinstance(inputs, tuple | list):
+        return module(*inputs)
+    return module(inputs)
+
+
+def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of a model's state dict."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def counted(outputs: Any, piece: Piece, loss: Score) -> Loss:
+    """The loss of a piece's real rows."""
+    rows = len(piece.ids)
+    if piece.real == rows:
+        return loss(outputs, piece.targets)
+    if piece.real == 0:
+        # Nothing to count, but the backward pass must reach all that other ranks' does.
+        floats = [each.sum() for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.is_floating_point()]
+        total = torch.stack([each.full_tensor() if hasattr(each, "full_tensor") else each for each in floats]).sum()
+        return Loss(total * 0.0, 0)
+    return loss(_first_rows(outputs, piece.real, rows), _first_rows(piece.targets, piece.real, rows))
+
+
+def _first_rows(values: Any, real: int, rows: int) -> Any:
+    return tree_map_only(Tensor, lambda each: each[:real] if each.dim() and each.shape[0] == rows else each, values)
+
+
+def as_sums(loss: Loss) -> Tensor:
+    """A loss as a tensor of two: total and count."""
+    if not loss.total.is_cuda:
+        # One small tensor instead of four: on a CPU looking at a number costs nothing.
+        return torch.tensor([loss.total.item(), float(loss.count)], dtype=torch.float64)
+    total = loss.total.detach().double()
+    if isinstance(loss.count, Tensor):
+        return torch.stack([total, loss.count.detach().to(total)])
+    # Filled on the device: copying a number from the host would make the host wait.
+    return torch.stack([total, torch.full_like(total, loss.count)])
+
+
+def computing(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    """The arithmetic of forward passes."""
+    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()

@@ -1,0 +1,263 @@
+"""The axis pp: where a model is cut into stages, and a stage of it.
+
+    trace = follow(model, segments, sample, loss)     # model on the meta device: what is called when, at what cost
+    cuts = trace.cuts(stages=4)                       # each stage's first segment, so that the slowest is fastest
+    part = Part(model, trace, cuts, stage=1)          # a copy of the model that holds and computes this stage only
+
+A stage runs the model's own forward function from its beginning. Modules that are not on it give placeholders of the
+right shape at no cost, until its first segment is called: there the placeholders among the arguments are replaced by
+what the stage before has computed. When the first segment of the next stage is called, its arguments are what is to be
+sent, and the forward pass ends there. So what the model computes outside of its segments from its inputs alone (masks,
+positions) is there on every stage, and any tensors may cross a cut that are arguments of the segment after it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.flop_counter import FlopCounterMode
+
+from meshrun.errors import UserError
+from meshrun.experiment import Loss
+from meshrun.parallel.placed import call
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What happened when one sample went through the model. Segments are in the order in which they were called."""
+
+    segments: list[str]
+    costs: list[float]
+    """Of each segment, with what is computed between it and the next."""
+    crossing: list[list[int]]
+    """Which leaves of each segment's arguments depend on parameters: what has to be sent if the model is cut there."""
+    outside: dict[str, set[int]]
+    """Module with parameters outside of segments -> after how many segments it was called."""
+
+    def cuts(self, stages: int) -> list[int]:
+        """The number of each stage's first segment: contiguous stages, the most expensive one as cheap as can be."""
+        count = len(self.costs)
+        upto = [0.0]
+        for cost in self.costs:
+            upto.append(upto[-1] + cost)
+        # best[k][n]: the cost of the dearest of k stages made of the first n segments, and where the last one begins.
+        best = [[(upto[n], 0) for n in range(count + 1)]]
+        for k in range(1, stages):
+            row = [(float("inf"), 0)] * (count + 1)
+            for n in range(k + 1, count + 1):
+                row[n] = min((max(best[k - 1][first][0], upto[n] - upto[first]), first) for first in range(k, n))
+            best.append(row)
+        cuts, n = [], count
+        for k in range(stages - 1, -1, -1):
+            n = best[k][n][1]
+            cuts.append(n)
+        return cuts[::-1]
+
+    def owner(self, place: int, cuts: Sequence[int]) -> int:
+        """The stage that computes what comes after `place` segments were called."""
+        segment = max(place - 1, 0)
+        return max(stage for stage, first in enumerate(cuts) if first <= segment)
+
+
+def follow(
+    model: nn.Module, segments: Sequence[str], sample: tuple[Any, Any], loss: Callable[[Any, Any], Loss]
+) -> Trace:
+    """Send one sample through a model on the meta device, and see what is called when.
+
+    The model's own code runs on real tensors: only modules with parameters give placeholders, so that code that looks
+    at the values of masks or positions works.
+    """
+    inputs, targets = sample
+    seen = _Seen()
+    model = copy.deepcopy(model)
+    for name in (*segments, *_outside(model, segments)):
+        module = model.get_submodule(name)
+        module.forward = partial(seen.called, name, name in segments, module.forward)
+    with torch.enable_grad():
+        outputs = call(model, inputs)
+        loss(outputs, targets)
+    missed = [name for name in segments if name not in seen.order]
+    if missed:
+        raise UserError(f"segment {missed[0]!r} was not called in the model's forward pass; leave it out of segments")
+    return Trace(seen.order, seen.costs, seen.crossing, seen.outside)
+
+
+class _Seen:
+    def __init__(self) -> None:
+        self.order: list[str] = []
+        self.costs: list[float] = []
+        self.crossing: list[list[int]] = []
+        self.outside: dict[str, set[int]] = {}
+        self._spark = torch.zeros((), requires_grad=True)
+        self._before = 0.0
+
+    def called(self, name: str, is_segment: bool, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+        if is_segment:
+            if name in self.order:
+                raise UserError(
+                    f"segment {name!r} is called twice in one forward pass, so the model cannot be cut (pp)"
+                )
+            self.order.append(name)
+            self.crossing.append(_crossing((inputs, named)))
+            self.costs.append(0.0)
+        else:
+            self.outside.setdefault(name, set()).add(len(self.order))
+        outputs, cost = _shaped(forward, inputs, named)
+        if self.costs:
+            self.costs[-1] += cost + self._before
+            self._before = 0.0
+        else:
+            self._before += cost
+        return tree_map_only(Tensor, partial(_placeholder, self._spark), outputs)
+
+
+def _shaped(forward: Callable[..., Any], inputs: Any, named: Any) -> tuple[Any, float]:
+    """What a module on the meta device would return, and its cost: floating-point operations, and memory touched."""
+    inputs, named = tree_map_only(Tensor, lambda each: each.to("meta"), (inputs, named))
+    with FlopCounterMode(display=False) as counter:
+        outputs = forward(*inputs, **named)
+    touched = sum(each.numel() for each in tree_leaves(outputs) if isinstance(each, Tensor))
+    # A number that is only moved costs about as much time as some tens of operations in a matrix product.
+    return outputs, counter.get_total_flops() + 50.0 * touched
+
+
+def _placeholder(spark: Tensor, like: Tensor) -> Tensor:
+    """A tensor of that shape that takes no memory; it requires a gradient where the real one would."""
+    if like.is_floating_point():
+        return spark.to(like.dtype).expand(like.shape)
+    return torch.zeros((), dtype=like.dtype, device=spark.device).expand(like.shape)
+
+
+def _crossing(arguments: Any) -> list[int]:
+    return [
+        number
+        for number, leaf in enumerate(tree_leaves(arguments))
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.is_floating_point()
+    ]
+
+
+def _outside(model: nn.Module, segments: Sequence[str]) -> list[str]:
+    """Outermost modules with parameters that neither lie in a segment nor contain one."""
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not name or _inside(name, [*segments, *found]) or any(each.startswith(f"{name}.") for each in segments):
+            continue
+        if any(True for _ in module.parameters(recurse=False)):
+            found.append(name)
+    return found
+
+
+def _inside(name: str, outer: Sequence[str]) -> bool:
+    return any(name == each or name.startswith(f"{each}.") for each in outer)
+
+
+class Whole(nn.Module):
+    """All of a model as the only stage."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, _: tuple[Tensor, ...], inputs: Any) -> Any:
+        return call(self.model, inputs)
+
+
+class _Reached(Exception):
+    """The end of a stage, thrown through the model's own forward function."""
+
+    def __init__(self, tensors: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.tensors = tensors
+
+
+class Part(nn.Module):
+    """One stage: `part(received, inputs)` gives what is to be sent, or the model's outputs on the last stage."""
+
+    def __init__(self, model: nn.Module, trace: Trace, cuts: Sequence[int], stage: int, device: torch.device) -> None:
+        """`model` is on the meta device, and is copied."""
+        super().__init__()
+        # Copied twice: one gets weights, the other stays without, to know the shapes of what is elsewhere.
+        self.model = copy.deepcopy(model)
+        self._shapes = [copy.deepcopy(model)]
+        self._received: tuple[Tensor, ...] = ()
+        self._spark = torch.zeros((), device=device)
+        first = cuts[stage]
+        end = cuts[stage + 1] if stage + 1 < len(cuts) else len(trace.segments)
+        for number, name in enumerate(trace.segments):
+            if first <= number < end:
+                continue
+            if number == end:
+                self._end_at(name, trace.crossing[number])
+            else:
+                self._stand_in(name)
+        if stage:
+            self._begin_at(trace.segments[first], trace.crossing[first])
+        for name, places in trace.outside.items():
+            if stage not in {trace.owner(place, cuts) for place in places}:
+                self._stand_in(name)
+
+    def forward(self, received: tuple[Tensor, ...], inputs: Any) -> Any:
+        self._received = received
+        try:
+            return call(self.model, inputs)
+        except _Reached as reached:
+            return reached.tensors
+        finally:
+            self._received = ()
+
+    def _stand_in(self, name: str) -> None:
+        """Let go of a module's parameters, and answer its calls with placeholders."""
+        module, twin = self.model.get_submodule(name), self._shapes[0].get_submodule(name)
+        _forget(module)
+        known: dict[Any, Any] = {}
+
+        def forward(*inputs: Any, **named: Any) -> Any:
+            leaves = tree_leaves((inputs, named))
+            looks = tuple((each.shape, each.dtype) if isinstance(each, Tensor) else str(each) for each in leaves)
+            if looks not in known:
+                with torch.no_grad():
+                    known[looks] = _shaped(twin.forward, inputs, named)[0]
+            return tree_map_only(Tensor, partial(_placeholder, self._spark), known[looks])
+
+        module.forward = forward
+
+    def _begin_at(self, name: str, crossing: list[int]) -> None:
+        module = self.model.get_submodule(name)
+
+        def replace(_: nn.Module, inputs: Any, named: Any) -> Any:
+            leaves, form = tree_flatten((inputs, named))
+            for number, tensor in zip(crossing, self._received, strict=True):
+                leaves[number] = tensor
+            return tree_unflatten(leaves, form)
+
+        module.register_forward_pre_hook(replace, with_kwargs=True, prepend=True)
+
+    def _end_at(self, name: str, crossing: list[int]) -> None:
+        module = self.model.get_submodule(name)
+        _forget(module)
+
+        def forward(*inputs: Any, **named: Any) -> Any:
+            leaves = tree_leaves((inputs, named))
+            raise _Reached(tuple(leaves[number] for number in crossing))
+
+        module.forward = forward
+
+
+def _forget(module: nn.Module) -> None:
+    """Take parameters and buffers away; code that asks for a weight's type or shape still finds it, without values."""
+    for each in module.modules():
+        kept = {
+            name: tensor for name, tensor in (*each._parameters.items(), *each._buffers.items()) if tensor is not None
+        }
+        for name in kept:
+            each._parameters.pop(name, None)
+            each._buffers.pop(name, None)
+        for name, tensor in kept.items():
+            each.__dict__[name] = tensor.detach()

