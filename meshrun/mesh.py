@@ -48,6 +48,7 @@ class Meeting:
     timeout: float = 600.0
     threads: int | None = None
     runs: Path = Path("runs")
+    allow_tp_across_nodes: bool = False
 
 
 @dataclass(frozen=True)
@@ -191,7 +192,7 @@ def _finish_at_exit() -> None:
 def _meet(meeting: Meeting) -> Here:
     joined = dist.is_initialized()
     world = _world_of_group() if joined else detect(os.environ)
-    layout = _layout_of(world, meeting.layout)
+    layout = _layout_of(world, meeting)
     device = choose_device(world, meeting.device, meeting.backend)
     backend = _backend(device, meeting.backend)
     _use_cores(world, meeting.threads)
@@ -217,9 +218,9 @@ def _meet(meeting: Meeting) -> Here:
     return Here(world, layout, device, init_device_mesh(device.type, shape, mesh_dim_names=axes))
 
 
-def _layout_of(world: World, text: str) -> Layout:
+def _layout_of(world: World, meeting: Meeting) -> Layout:
     try:
-        layout = parse(text).resolve(world.size, ranks_per_node=world.local_size)
+        layout = parse(meeting.layout).resolve(world.size, world.local_size, meeting.allow_tp_across_nodes)
     except UserError as error:
         raise SharedError(str(error)) from error
     return layout

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from meshrun import Here, RunFailed, UserError, mesh
-from meshrun.layout import parse
-from meshrun.mesh import Meeting, PeerLost, _all_arrived, _backend, _shared_places, choose_device, refuse_unbuilt
+from meshrun.layout import AXES, parse
+from meshrun.mesh import Meeting, PeerLost, _all_arrived, _backend, _shared_places, choose_device
 from meshrun.world import World
 
 CPU = torch.device("cpu")
@@ -84,11 +84,31 @@ def test_nccl_on_the_cpu_is_refused():
     )
 
 
-@pytest.mark.parametrize("text, axis", [("fsdp=4", "fsdp"), ("dp=2,tp=2", "tp"), ("pp=2,dp=2", "pp"), ("cp=4", "cp")])
-def test_axes_that_are_not_built_yet_are_refused_by_name(text: str, axis: str):
-    with pytest.raises(UserError, match=f"uses the axis {axis}, which this version does not train on yet; dp=4 uses"):
-        refuse_unbuilt(parse(text).resolve(4))
-    refuse_unbuilt(parse("dp=4,tp=1").resolve(4))
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("text", ["pp=2,fsdp=2", "dp=2,tp=2", "fsdp=2,cp=2", "dp=2,fsdp=2"])
+def test_a_rank_knows_its_place_on_every_axis_and_who_shares_it(text: str):
+    mesh.use(Meeting(layout=text, device="cpu"))
+    here = mesh.start()
+    slow, fast = (axis for axis in AXES if here.layout.degree(axis) == 2)
+    assert (here.place(slow), here.place(fast)) == divmod(here.rank, 2)
+    assert here.mesh is not None and here.mesh.mesh_dim_names == (slow, fast)
+    line = here.submesh(fast)
+    assert line is not None and line.mesh.tolist() == [here.rank // 2 * 2, here.rank // 2 * 2 + 1]
+    both = here.submesh(slow, fast)
+    assert both is not None and both.mesh.tolist() == [0, 1, 2, 3]
+    assert here.submesh(slow, fast) is both, "a group costs a thread, so it is made once"
+    assert here.submesh(*(axis for axis in AXES if axis not in (slow, fast))) is None
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    "text, replica",
+    [("dp=2,fsdp=2", [0, 1, 2, 3]), ("pp=2,fsdp=2", [0, 1, 0, 1]), ("dp=2,tp=2", [0, 0, 1, 1]), ("cp=4", [0] * 4)],
+)
+def test_ranks_that_compute_the_same_samples_are_one_replica(text: str, replica: list[int]):
+    mesh.use(Meeting(layout=text, device="cpu"))
+    here = mesh.start()
+    assert (here.replica, here.replicas) == (replica[here.rank], len(set(replica)))
 
 
 @pytest.mark.ranks(3)
@@ -105,7 +125,7 @@ def test_start_finds_its_place_in_a_group_and_gives_the_same_one_again():
 
 @pytest.mark.ranks(2)
 def test_a_layout_that_cannot_be_is_refused_before_any_mesh_is_made():
-    for layout, said in (("dp=3", "3"), ("tp=2", "the axis tp"), ("dp=x", "dp")):
+    for layout, said in (("dp=3", "3"), ("tp=2,pp=2", "4"), ("dp=x", "dp")):
         mesh.use(Meeting(layout=layout, device="cpu"))
         with pytest.raises(UserError, match=said):
             mesh.start()

@@ -3,6 +3,9 @@
     asked = parse_run(["digits", "--width", "256", "--procs", "2"])
     asked.target, asked.config, asked.as_json
 
+    asked = parse_verify(["digits", "--layouts", "dp=2; fsdp=2", "--width", "256"])
+    asked.beyond["layouts"]
+
 typer reads the words and prints the help; the parameters that it sees are put together here, since an experiment
 function is only known once TARGET is.
 """
@@ -11,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +22,7 @@ import typer
 
 from meshrun.cli.options import REQUIRED, Option, options_of, run_options, to_document
 from meshrun.cli.target import Target, find
-from meshrun.config import RunConfig, read_file
+from meshrun.config import RunConfig, option_fields, read_file
 from meshrun.errors import UserError
 
 GENERAL = [
@@ -31,6 +34,23 @@ SHADOWABLE = ("steps", "epochs", "batch", "micro", "seed", "clip", "precision")
 """Options of a run that an experiment function may have as parameters of its own, which then get the value."""
 FOR_SCRIPTS = ("procs", "layout", "device", "backend", "threads", "port", "timeout", "name", "runs")
 """Options of a run that make sense for a plain script; all other words are the script's."""
+OF_VERIFY = [
+    Option(
+        "layouts",
+        str,
+        None,
+        'What to compare with one process, such as "dp=2; fsdp=2,tp=2"; a covering set when absent.',
+    ),
+    Option("steps", int, 20, "Updates of each training."),
+    Option("tolerance", float, 1e-5, "Largest relative difference, where the model itself does not round by more."),
+    Option("timeout", float, 120.0, "Seconds that a rank waits for the others before it gives up."),
+    Option("keep", Path, None, "Folder to keep logs, weights and all that was compared in."),
+]
+NOT_FOR_VERIFY = (
+    *("procs", "layout", "epochs", "eval_every", "workers", "prefetch", "port", "name", "runs", "tensorboard"),
+    *("steps", "timeout"),
+)
+"""Options of a run that `verify` decides by itself, or has with other defaults."""
 
 
 @dataclass(frozen=True)
@@ -40,33 +60,60 @@ class Asked:
     target: Target
     config: RunConfig
     as_json: bool
+    beyond: dict[str, Any] = field(default_factory=dict)
+    """The command's own options, which are none of a run."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that takes a TARGET, with the options that it has whatever the target is."""
+
+    name: str
+    does: str
+    options: list[Option]
+    scripts: bool = False
+    """Whether a plain script can be its target."""
 
 
 def parse_run(words: list[str]) -> Asked | None:
     """Read the words after `run`; None when they only asked for help, which is then printed."""
-    text = _target_in(words)
+    return _parse(Command("run", "Train", run_options(), scripts=True), words)
+
+
+def parse_verify(words: list[str]) -> Asked | None:
+    """Read the words after `verify`; None when they only asked for help."""
+    of_run = [each for each in run_options() if each.name not in NOT_FOR_VERIFY]
+    return _parse(Command("verify", "Verify that every mesh computes the same for", [*OF_VERIFY, *of_run]), words)
+
+
+def _parse(command: Command, words: list[str]) -> Asked | None:
+    text = _target_in(command, words)
     if text is None:
         if "--help" in words:
-            of_any = [("Options of the run", run_options()), ("General", GENERAL)]
-            invoke(_app(_help(None), of_any, False, dict), ["--help"], "meshrun run TARGET")
+            of_any = [("Options of the run", command.options), ("General", GENERAL)]
+            invoke(_app(_help(command, None), of_any, False, dict), ["--help"], f"meshrun {command.name} TARGET")
             return None
-        raise UserError("run needs a TARGET: a Python file, file.py:function, or a recipe's name (meshrun recipes)")
+        raise UserError(
+            f"{command.name} needs a TARGET: a Python file, file.py:function, or a recipe's name (meshrun recipes)"
+        )
     target = find(text)
+    if target.entry is None and not command.scripts:
+        raise UserError(f"{target.label} is a plain script; {command.name} needs a function that returns an Experiment")
     own = options_of(target.function()) if target.entry is not None else []
-    _refuse_clashes(target, own)
+    _refuse_clashes(command, target, own)
     names = {option.name for option in own}
-    of_run = [each for each in run_options() if each.name not in names]
+    others = [each for each in command.options if each.name not in names]
     if target.entry is None:
-        of_run = [each for each in of_run if each.name in FOR_SCRIPTS]
-    panels = [(f"Options of {target.label}", own), ("Options of the run", of_run), ("General", GENERAL)]
+        others = [each for each in others if each.name in FOR_SCRIPTS]
+    panels = [(f"Options of {target.label}", own), ("Options of the run", others), ("General", GENERAL)]
     seen: list[Asked] = []
 
     def collect(given: dict[str, Any], rest: list[str]) -> None:
-        seen.append(_asked(target, own, of_run, given, rest))
+        seen.append(_asked(target, own, others, given, rest))
 
     rest = list(words)
     rest.remove(text)
-    invoke(_app(_help(target), panels, target.entry is None, collect), rest, f"meshrun run {text}")
+    invoke(_app(_help(command, target), panels, target.entry is None, collect), rest, f"meshrun {command.name} {text}")
     return seen[0] if seen else None
 
 
@@ -75,22 +122,25 @@ def invoke(app: typer.Typer, words: list[str], name: str = "meshrun") -> Any:
     return typer.main.get_command(app).main(args=words, prog_name=name, standalone_mode=False)
 
 
-def _asked(target: Target, own: list[Option], of_run: list[Option], given: dict[str, Any], rest: list[str]) -> Asked:
+def _asked(target: Target, own: list[Option], others: list[Option], given: dict[str, Any], rest: list[str]) -> Asked:
     general = {option.name: given.pop(option.name) for option in GENERAL}
-    options = {option.name: option for option in (*own, *of_run)}
+    options = {option.name: option for option in (*own, *others)}
     from_file = _from_file(general["config"], options) if general["config"] is not None else {}
-    values = {**from_file, **{name: value for name, value in given.items() if value is not None}}
+    usual = {option.name: option.default for option in others if option.default is not None}
+    values = {**usual, **from_file, **{name: value for name, value in given.items() if value is not None}}
     for option in own:
         if option.default is REQUIRED and option.name not in values:
             raise UserError(f"{option.name} has no default in {target.label}; give it a value ({option.flag})")
     own_names = {option.name for option in own}
+    of_run = {each.name for each in option_fields()}
     config = RunConfig(
         target=target.text if target.recipe else str(target.path) + (f":{target.entry}" if target.entry else ""),
         options={name: to_document(value) for name, value in values.items() if name in own_names},
         arguments=tuple(rest),
-        **{name: value for name, value in values.items() if name not in own_names},
+        **{name: value for name, value in values.items() if name in of_run - own_names},
     )
-    return Asked(target, config, bool(general["json"]))
+    beyond = {name: value for name, value in values.items() if name not in of_run | own_names}
+    return Asked(target, config, bool(general["json"]), beyond)
 
 
 def _from_file(path: Path, options: dict[str, Option]) -> dict[str, Any]:
@@ -101,9 +151,9 @@ def _from_file(path: Path, options: dict[str, Option]) -> dict[str, Any]:
     return {name: options[name].from_document(value) for name, value in values.items() if value is not None}
 
 
-def _target_in(words: list[str]) -> str | None:
-    """The first word that is neither an option of the run nor the value of one."""
-    options = {option.flag: option for option in (*run_options(), *GENERAL)}
+def _target_in(command: Command, words: list[str]) -> str | None:
+    """The first word that is neither an option of the command nor the value of one."""
+    options = {option.flag: option for option in (*command.options, *GENERAL)}
     skip = False
     for word in words:
         if skip:
@@ -113,24 +163,31 @@ def _target_in(words: list[str]) -> str | None:
         elif word in options and options[word].kind is not bool:
             skip = True
         elif word not in options and "=" not in word and not word.startswith("--no-") and word != "--help":
-            raise UserError(f"{word!r} stands before TARGET; give the target first: meshrun run TARGET {word} …")
+            raise UserError(
+                f"{word!r} stands before TARGET; give the target first: meshrun {command.name} TARGET {word} …"
+            )
     return None
 
 
-def _refuse_clashes(target: Target, own: list[Option]) -> None:
-    taken = {option.name for option in (*run_options(), *GENERAL)} - set(SHADOWABLE) | {"help"}
+def _refuse_clashes(command: Command, target: Target, own: list[Option]) -> None:
+    taken = {option.name for option in (*command.options, *GENERAL)} - set(SHADOWABLE) | {"help"}
     for option in own:
         if option.name in taken:
             raise UserError(
                 f"parameter {option.name!r} of {target.entry}() in {target.label} has the name of an option of "
-                f"meshrun run ({option.flag}); rename it"
+                f"meshrun {command.name} ({option.flag}); rename it"
             )
 
 
-def _help(target: Target | None) -> str:
+def _help(command: Command, target: Target | None) -> str:
     if target is None:
-        return "Train TARGET: a Python file, file.py:function, or a recipe; after TARGET, --help lists its options too."
-    return f"Train {target.label}." if target.entry else f"Start the script {target.label}; other words are its own."
+        return (
+            f"{command.does} TARGET: a Python file, file.py:function, or a recipe; "
+            f"after TARGET, --help lists its options too."
+        )
+    if target.entry is None:
+        return f"Start the script {target.label}; other words are its own."
+    return f"{command.does} {target.label}."
 
 
 def _app(help: str, panels: list[tuple[str, list[Option]]], passes_on: bool, call: Callable[..., Any]) -> typer.Typer:

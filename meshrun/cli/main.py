@@ -11,13 +11,14 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
 from meshrun import __version__
-from meshrun.cli.command import invoke, parse_run
+from meshrun.cli.command import Asked, invoke, parse_run, parse_verify
 from meshrun.cli.target import recipes
 from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.world import detect
@@ -36,6 +37,12 @@ def run(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
     """Train: here, on local processes, or as a rank under another launcher."""
     # Only for the list of commands: `run` takes its options from the target, and is met in `_dispatch`.
     del target
+
+
+@app.command()
+def verify(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
+    """Train on several layouts, and prove that all compute the same as one process."""
+    del target  # as `run`
 
 
 @app.command("recipes")
@@ -84,19 +91,38 @@ def _dispatch(words: list[str]) -> int:
             from meshrun.cli.rank import rank_command
 
             rank_command(Path(folder), int(launcher))
+        case ["probe", folder, launcher]:
+            from meshrun.cli.verify import probe_command
+
+            probe_command(Path(folder), int(launcher))
         case ["run", *rest]:
             return _run(rest)
+        case ["verify", *rest]:
+            return _verify(rest)
         case _:
             return int(invoke(app, words or ["--help"]) or 0)
     return 0
 
 
-def _run(words: list[str]) -> int:
-    # Reading the options imports the user's file, which may print.
+def _parsed(parse: Callable[[list[str]], Asked | None], words: list[str]) -> Asked | None:
+    """What the words ask for. Reading the options imports the user's file, which may print."""
     keeps_stdout = "--json" in words and "--help" not in words
+    with contextlib.redirect_stdout(sys.stderr) if keeps_stdout else contextlib.nullcontext():
+        return parse(words)
+
+
+def _verify(words: list[str]) -> int:
+    asked = _parsed(parse_verify, words)
+    if asked is None:
+        return 0
+    from meshrun.cli.verify import verify_command
+
+    return verify_command(asked)
+
+
+def _run(words: list[str]) -> int:
     try:
-        with contextlib.redirect_stdout(sys.stderr) if keeps_stdout else contextlib.nullcontext():
-            asked = parse_run(words)
+        asked = _parsed(parse_run, words)
     except Exception:
         # All ranks were given the same words, so one of them says what is wrong with them.
         if detect(os.environ).rank != 0:

@@ -32,6 +32,7 @@ from meshrun.observe.board import Board
 from meshrun.observe.events import Event, EventFile, read_events
 from meshrun.observe.failures import FirstFailure
 from meshrun.observe.report import write_report
+from meshrun.parallel.build import How
 from meshrun.train.loop import Trainer
 from meshrun.world import detect
 
@@ -166,6 +167,7 @@ def _train(config: RunConfig, run: RunDirectory, target: Target, recorder: Recor
         lr_scale=scale,
         weights=run.weights,
         record=recorder,
+        how=how_of(config),
     )
     if here.rank == 0:
         run.save_config(config, _resolved(trainer))
@@ -184,8 +186,8 @@ def _train(config: RunConfig, run: RunDirectory, target: Target, recorder: Recor
         total_steps=trainer.total_steps,
         run=str(run.path),
     )
-    if note:
-        recorder("note", text=note)
+    for text in (*([note] if note else []), *trainer.placed.notes):
+        recorder("note", text=text)
     result = {
         "run": str(run.path),
         "world": here.size,
@@ -256,7 +258,13 @@ def _start(config: RunConfig) -> mesh.Here:
 
 
 def _meeting(config: RunConfig) -> mesh.Meeting:
-    return mesh.Meeting(config.layout, config.device, config.backend, config.timeout, config.threads, config.runs)
+    names = ("layout", "device", "backend", "timeout", "threads", "runs", "allow_tp_across_nodes")
+    return mesh.Meeting(**{name: getattr(config, name) for name in names})
+
+
+def how_of(config: RunConfig) -> How:
+    """What the options say on how a step is computed."""
+    return How(**{each.name: getattr(config, each.name) for each in dataclasses.fields(How)})
 
 
 def _print_to(log: Path) -> None:

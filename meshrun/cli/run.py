@@ -104,10 +104,10 @@ def _check_before_start(config: RunConfig, target: Target, procs: int) -> None:
 
     layout = parse(config.layout).resolve(procs)
     if target.entry is not None and layout.dp < layout.size:
-        from meshrun.cli.rank import override
-        from meshrun.parallel.build import demands_of
+        from meshrun.cli.rank import how_of, override
+        from meshrun.train.loop import refuse
 
-        demands_of(override(make(target, config.options), config)[0]).refuse(layout)
+        refuse(override(make(target, config.options), config)[0], layout, how_of(config))
     if config.device == "cuda" and config.backend != "gloo":
         import torch
 

@@ -45,6 +45,7 @@ from meshrun.parallel.later import Later, put_off
 from meshrun.parallel.meshed import Held, Meshed, local
 from meshrun.parallel.pipeline import Pipeline, Settings
 from meshrun.parallel.placed import Cutting, Placed, computing
+from meshrun.parallel.vocabulary import takes_split
 
 CHUNKS = {"interleaved": 2}
 """How many stages a rank has, by the variant of pp; one where none is named."""
@@ -90,7 +91,7 @@ class Demands:
 
     def trace(self) -> pp.Trace:
         if not self._traces:
-            self._traces.append(pp.follow(self.model, self.segments, self.sample(), self.experiment.loss))
+            self._traces.append(pp.follow(self.model, self.segments, self.sample()))
         return self._traces[0]
 
     def sample(self) -> tuple[Any, Any]:
@@ -115,7 +116,7 @@ class Demands:
             inputs, _, positions = cp.split(inputs, targets, 0, layout.cp)
             cp.with_positions(self.model, inputs, positions)
         if layout.pp > 1:
-            self.trace()
+            pp.refuse_hidden(self.model, self.trace(), self.trace().cuts(stages), self.sample(), self.experiment.loss)
 
 
 def demands_of(experiment: Experiment, model: nn.Module | None = None) -> Demands:
@@ -130,6 +131,28 @@ def demands_of(experiment: Experiment, model: nn.Module | None = None) -> Demand
     except UserError as error:
         raise SharedError(str(error)) from error
     return Demands(experiment, model, found, plan)
+
+
+def refuse_how(experiment: Experiment, layout: Layout, how: How) -> None:
+    """Say which ways of computing a step this layout does not have."""
+    try:
+        recompute.every(how.recompute)
+    except UserError as error:
+        raise SharedError(str(error)) from error
+    if how.compress != "none" and layout.dp < layout.size:
+        raise SharedError(
+            f"compress is {how.compress!r}, which is for gradients of whole models, but the layout is '{layout}'; "
+            f"use dp={layout.size} (--layout), or leave --compress away"
+        )
+    if how.offload and layout.fsdp == 1:
+        raise SharedError(f"offload keeps fsdp's shards on the host, but layout '{layout}' has no fsdp (--layout)")
+    replicas = layout.dp * layout.fsdp
+    pieces = experiment.micro is not None and experiment.micro < -(-experiment.batch // replicas)
+    if how.sync_batchnorm and (layout.pp > 1 or pieces):
+        raise SharedError(
+            f"sync_batchnorm needs the global batch at once, but each of the {replicas} replicas computes its part in "
+            f"several micro-batches; leave --micro and pp away, or --sync-batchnorm"
+        )
 
 
 def build(experiment: Experiment, here: Here, how: How) -> Placed:
@@ -220,7 +243,8 @@ def _parts(
         end = cuts[stage + 1] if stage + 1 < stages else len(order)
         own = [(number, order[number]) for number in range(cuts[stage], end)]
         if mesh is not None:
-            tp.apply(model, demands.plan, mesh, here.place("tp"), getattr(experiment.loss, "over_vocabulary", False))
+            functions = (experiment.loss, *experiment.metrics.values())
+            tp.apply(model, demands.plan, mesh, here.place("tp"), all(map(takes_split, functions)))
         if how.sync_batchnorm and (replicas := here.submesh("dp", "fsdp")) is not None:
             sync_batchnorms(model, replicas.get_group())
         if later is not None:

@@ -68,7 +68,7 @@ class _Product(torch.autograd.Function):
 def put_off(part: nn.Module, later: Later) -> None:
     """Make the linear layers of a part compute their weights' gradients later; those that tp has split stay."""
     for module in part.modules():
-        if type(module) is nn.Linear and not hasattr(module.weight, "placements"):
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward and not _is_split(module):
             module.forward = partial(_forward, module, later)  # type: ignore[method-assign]
 
 
@@ -77,3 +77,7 @@ def _forward(module: nn.Linear, later: Later, inputs: Tensor) -> Tensor:
         return nn.functional.linear(inputs, module.weight, module.bias)
     product = _Product.apply(inputs, module.weight, later)
     return product if module.bias is None else product + module.bias
+
+
+def _is_split(module: nn.Linear) -> bool:
+    return hasattr(module.weight, "placements")

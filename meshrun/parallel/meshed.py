@@ -22,7 +22,7 @@ from meshrun.layout import AXES
 from meshrun.mesh import Here
 from meshrun.parallel import buffers, cp, fsdp
 from meshrun.parallel.pipeline import Pipeline
-from meshrun.parallel.placed import TYPES, Cutting, Outcome, Piece, Score, Shard, persistent_buffers
+from meshrun.parallel.placed import TYPES, Cutting, Outcome, Piece, Score, Shard, norms, persistent_buffers
 
 _BUCKET = 25 << 20
 """Bytes of gradients that travel together."""
@@ -95,9 +95,9 @@ class Meshed:
     def step(self, step: int, pieces: list[Piece], samples: int, loss: Score) -> Outcome:
         own = self.pipeline.train(step, [self._mine(each) for each in pieces], self._divided_by / samples, loss)
         self._finish_gradients()
-        norms = [each.parameter.grad for each in self.shards if each.parameter.grad is not None]
+        gradients = [each.parameter.grad for each in self.shards if each.parameter.grad is not None]
         copies = [each.copies for each in self.shards if each.parameter.grad is not None]
-        squares = (torch.stack(torch._foreach_norm(norms)).double() ** 2) if norms else own.new_zeros(0)
+        squares = norms(gradients) ** 2 if gradients else own.new_zeros(0)
         share = (squares / torch.tensor(copies, dtype=torch.float64, device=own.device)).sum()
         everyone = torch.cat([own if self._counts_here else torch.zeros_like(own), share.reshape(1)])
         dist.all_reduce(everyone)

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,15 @@ from meshrun.parallel.placed import TYPES, Piece, Score, as_sums, counted
 from meshrun.parallel.schedule import Action, orders
 
 _MOST_TENSORS, _MOST_DIMS = 8, 6
+
+
+class Event(NamedTuple):
+    """What was computed when: from `ready` on, before it the rank waited for a message."""
+
+    action: Action
+    began: float
+    ready: float
+    ended: float
 
 
 @dataclass
@@ -65,7 +74,7 @@ class Pipeline:
     """Stage -> the part of the model that computes it, for this rank's stages."""
     moment: Moment
     settings: Settings
-    events: list[tuple[Action, float, float]] | None = None
+    events: list[Event] | None = None
     """Filled with what was computed when, if it is a list."""
     _shapes: dict[Any, list[tuple[torch.Size, torch.dtype]]] = field(default_factory=dict)
 
@@ -89,7 +98,7 @@ class Pipeline:
             else:
                 self._backward(run, action, lasts[action.stage] == number)
             if self.events is not None:
-                self.events.append((action, began, time.perf_counter()))
+                self.events.append(Event(action, began, max(began, run.ready), time.perf_counter()))
         run.finish()
         return run.sums[0]
 
@@ -153,11 +162,14 @@ class _Run:
                 if 0 <= sender < pipeline.stages:
                     self._posts[kind, stage] = Incoming(self, plans, kind, stage, sender)
         self._sending: list[tuple[dist.Work, Tensor]] = []
+        self.ready = 0.0
+        """When the last message that was waited for was there."""
 
     def forward(self, step: int | None, action: Action) -> None:
         pipeline, piece = self.pipeline, self.pieces[action.piece]
         settings, device = pipeline.settings, pipeline.here.device
         received = self._posts["F", action.stage].take(action.piece) if action.stage else ()
+        self.ready = time.perf_counter()
         training = self.scale is not None
         for each in received:
             each.requires_grad_(training and each.is_floating_point())
@@ -193,6 +205,7 @@ class _Run:
                 self._totals.pop(action.piece).backward()
             else:
                 gradients = self._posts["B", action.stage].take(action.piece)
+                self.ready = time.perf_counter()
                 pairs = [(out, grad) for out, grad in zip(passed.sent, gradients, strict=True) if out.requires_grad]
                 torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
         del self._waiting[action.stage, action.piece]

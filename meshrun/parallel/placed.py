@@ -148,6 +148,14 @@ def as_sums(loss: Loss) -> Tensor:
     return torch.stack([total, torch.full_like(total, loss.count)])
 
 
+def norms(gradients: list[Tensor]) -> Tensor:
+    """The norm of each, in doubles."""
+    if gradients[0].is_cuda:
+        return torch.stack(torch._foreach_norm(gradients)).double()
+    # A CPU adds in the order of memory: in fp32 a large gradient's norm would be off by 1e-5, and otherwise on shards.
+    return torch.stack([torch.linalg.vector_norm(each, dtype=torch.float64) for each in gradients])
+
+
 def computing(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """The arithmetic of forward passes."""
     return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()

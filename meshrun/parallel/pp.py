@@ -66,27 +66,52 @@ class Trace:
         return max(stage for stage, first in enumerate(cuts) if first <= segment)
 
 
-def follow(
-    model: nn.Module, segments: Sequence[str], sample: tuple[Any, Any], loss: Callable[[Any, Any], Loss]
-) -> Trace:
+def follow(model: nn.Module, segments: Sequence[str], sample: tuple[Any, Any]) -> Trace:
     """Send one sample through a model on the meta device, and see what is called when.
 
     The model's own code runs on real tensors: only modules with parameters give placeholders, so that code that looks
     at the values of masks or positions works.
     """
-    inputs, targets = sample
     seen = _Seen()
-    model = copy.deepcopy(model)
-    for name in (*segments, *_outside(model, segments)):
-        module = model.get_submodule(name)
-        module.forward = partial(seen.called, name, name in segments, module.forward)
-    with torch.enable_grad():
-        outputs = call(model, inputs)
-        loss(outputs, targets)
+    _send_through(model, segments, sample, seen.called, seen.spark)
     missed = [name for name in segments if name not in seen.order]
     if missed:
         raise UserError(f"segment {missed[0]!r} was not called in the model's forward pass; leave it out of segments")
     return Trace(seen.order, seen.costs, seen.crossing, seen.outside)
+
+
+Called = Callable[..., Any]
+"""(name, whether it is a segment, its forward function, arguments) -> what to return in its place."""
+
+
+def _send_through(
+    model: nn.Module, segments: Sequence[str], sample: tuple[Any, Any], called: Called, spark: Tensor
+) -> Any:
+    """Run a model's own code, with `called` in place of its modules; parameters between them depend on `spark`."""
+    model = copy.deepcopy(model)
+    outside = _outside(model, segments)
+    for name in (*segments, *outside):
+        module = model.get_submodule(name)
+        module.forward = partial(called, name, name in segments, module.forward)
+    for name, module in model.named_modules():
+        if not _inside(name, [*segments, *outside]):
+            # What the model's own code uses directly must be there, if only in shape.
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    module.__dict__[key] = _placeholder(spark if key in module._parameters else spark.detach(), tensor)
+            module._parameters.clear()
+            module._buffers.clear()
+    try:
+        with torch.enable_grad():
+            return call(model, sample[0])
+    except (UserError, _Reached):
+        raise
+    except Exception as error:
+        text = (str(error).splitlines() or [""])[0]
+        raise UserError(
+            f"pp cannot follow the model's forward pass without its weights ({type(error).__name__}: {text}); "
+            f"between segments it must not depend on the values of activations"
+        ) from error
 
 
 class _Seen:
@@ -95,15 +120,13 @@ class _Seen:
         self.costs: list[float] = []
         self.crossing: list[list[int]] = []
         self.outside: dict[str, set[int]] = {}
-        self._spark = torch.zeros((), requires_grad=True)
+        self.spark = torch.zeros((), requires_grad=True)
         self._before = 0.0
 
     def called(self, name: str, is_segment: bool, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
         if is_segment:
             if name in self.order:
-                raise UserError(
-                    f"segment {name!r} is called twice in one forward pass, so the model cannot be cut (pp)"
-                )
+                raise UserError(f"segment {name!r} is called twice in one forward pass, so pp cannot cut the model")
             self.order.append(name)
             self.crossing.append(_crossing((inputs, named)))
             self.costs.append(0.0)
@@ -115,7 +138,63 @@ class _Seen:
             self._before = 0.0
         else:
             self._before += cost
-        return tree_map_only(Tensor, partial(_placeholder, self._spark), outputs)
+        return tree_map_only(Tensor, partial(_placeholder, self.spark), outputs)
+
+
+_MOST_OUTPUTS = 50_000_000
+"""Numbers in a model's outputs for one sample up to which its loss is tried on the host."""
+
+
+def refuse_hidden(
+    model: nn.Module,
+    trace: Trace,
+    cuts: Sequence[int],
+    sample: tuple[Any, Any],
+    loss: Callable[[Any, Any], Loss],
+) -> None:
+    """Refuse a model in which something crosses a cut that is no argument of the segment after it."""
+    for first in cuts[1:]:
+        before = torch.zeros((), requires_grad=True)
+        crossed = torch.zeros((), requires_grad=True)
+        called = partial(_tell_apart, trace.segments[first], trace.crossing[first], before, crossed, [])
+        outputs = _send_through(model, trace.segments, sample, called, crossed)
+        leaves = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
+        if sum(each.numel() for each in leaves) > _MOST_OUTPUTS:
+            return
+        total = loss(outputs, sample[1]).total
+        if total.requires_grad and torch.autograd.grad(total, before, allow_unused=True)[0] is not None:
+            raise UserError(
+                f"the model cannot be cut before segment {trace.segments[first]!r}: what comes after it also uses "
+                f"results from before it that are no arguments of that segment; pass them through the segments"
+            )
+
+
+def _tell_apart(
+    first: str,
+    crossing: list[int],
+    before: Tensor,
+    crossed: Tensor,
+    brought: list[Any],
+    name: str,
+    _: bool,
+    forward: Callable[..., Any],
+    *inputs: Any,
+    **named: Any,
+) -> Any:
+    """Placeholders that depend on `before` up to a segment, and after it on what its arguments brought across."""
+    leaves = tree_leaves((inputs, named))
+    if name == first:
+        brought += [leaves[number] for number in crossing]
+    outputs, _cost = _shaped(forward, inputs, named)
+    if not brought:
+        return tree_map_only(Tensor, partial(_placeholder, before), outputs)
+    used = [
+        crossed if any(leaf is each for each in brought) else leaf.reshape(-1)[0].float()
+        for leaf in leaves
+        if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel()
+    ]
+    # What a module outside of segments gives depends on its own weights, which are there.
+    return tree_map_only(Tensor, partial(_placeholder, torch.stack([crossed, *used]).sum()), outputs)
 
 
 def _shaped(forward: Callable[..., Any], inputs: Any, named: Any) -> tuple[Any, float]:
@@ -187,21 +266,22 @@ class Part(nn.Module):
         self.model = copy.deepcopy(model)
         self._shapes = [copy.deepcopy(model)]
         self._received: tuple[Tensor, ...] = ()
+        self._brought: dict[int, tuple[Tensor, Tensor]] = {}
         self._spark = torch.zeros((), device=device)
         first = cuts[stage]
         end = cuts[stage + 1] if stage + 1 < len(cuts) else len(trace.segments)
         for number, name in enumerate(trace.segments):
             if first <= number < end:
-                continue
-            if number == end:
+                self._bring_across(name, trace.crossing[number] if number == first and stage else [])
+            elif number == end:
                 self._end_at(name, trace.crossing[number])
             else:
                 self._stand_in(name)
-        if stage:
-            self._begin_at(trace.segments[first], trace.crossing[first])
         for name, places in trace.outside.items():
             if stage not in {trace.owner(place, cuts) for place in places}:
                 self._stand_in(name)
+            else:
+                self._bring_across(name, [])
 
     def forward(self, received: tuple[Tensor, ...], inputs: Any) -> Any:
         self._received = received
@@ -211,6 +291,7 @@ class Part(nn.Module):
             return reached.tensors
         finally:
             self._received = ()
+            self._brought.clear()
 
     def _stand_in(self, name: str) -> None:
         """Let go of a module's parameters, and answer its calls with placeholders."""
@@ -228,16 +309,26 @@ class Part(nn.Module):
 
         module.forward = forward
 
-    def _begin_at(self, name: str, crossing: list[int]) -> None:
+    def _bring_across(self, name: str, crossing: list[int]) -> None:
+        """Replace placeholders among a module's arguments by what was received.
+
+        `crossing` says which they are at the stage's first segment. The model's code may hold on to them and pass them
+        to later modules too (a decoder's blocks all get the encoder's output), so they are known again by identity.
+        """
         module = self.model.get_submodule(name)
 
         def replace(_: nn.Module, inputs: Any, named: Any) -> Any:
             leaves, form = tree_flatten((inputs, named))
-            for number, tensor in zip(crossing, self._received, strict=True):
-                leaves[number] = tensor
-            return tree_unflatten(leaves, form)
+            if crossing:
+                for number, tensor in zip(crossing, self._received, strict=True):
+                    # The placeholder is kept: while it lives, no other tensor can have its identity.
+                    self._brought[id(leaves[number])] = leaves[number], tensor
+            return tree_unflatten([self._known(leaf) for leaf in leaves], form)
 
         module.register_forward_pre_hook(replace, with_kwargs=True, prepend=True)
+
+    def _known(self, leaf: Any) -> Any:
+        return self._brought[id(leaf)][1] if id(leaf) in self._brought else leaf
 
     def _end_at(self, name: str, crossing: list[int]) -> None:
         module = self.model.get_submodule(name)
@@ -245,7 +336,7 @@ class Part(nn.Module):
 
         def forward(*inputs: Any, **named: Any) -> Any:
             leaves = tree_leaves((inputs, named))
-            raise _Reached(tuple(leaves[number] for number in crossing))
+            raise _Reached(tuple(self._known(leaves[number]) for number in crossing))
 
         module.forward = forward
 

@@ -96,7 +96,8 @@ class _RingAttention(torch.autograd.Function):
         held = key.contiguous(), value.contiguous()
         grad_query = torch.zeros_like(query, dtype=lse.dtype)
         # The gradients of keys and values follow these around the ring, one step behind, and come home after the last.
-        grads = torch.zeros_like(held[0], dtype=lse.dtype), torch.zeros_like(held[1], dtype=lse.dtype)
+        # What a rank adds to its own waits at home.
+        home = torch.zeros_like(held[0], dtype=lse.dtype), torch.zeros_like(held[1], dtype=lse.dtype)
         following = None
         for step in range(ring.size):
             arriving = ring.pass_on(held) if step + 1 < ring.size else None
@@ -104,14 +105,17 @@ class _RingAttention(torch.autograd.Function):
             keys, values = (each[:, :, columns] for each in held)
             result = Result(out[:, :, rows], lse[:, :, rows], grad_out[:, :, rows])
             to_query, to_key, to_value = block_backward(result, query[:, :, rows], keys, values, ctx.scale, causal)
-            grads = following.wait() if following else grads
+            grads = home
+            if step:
+                grads = following.wait() if following else (torch.zeros_like(home[0]), torch.zeros_like(home[1]))
             grad_query[:, :, rows] += to_query
             grads[0][:, :, columns] += to_key
             grads[1][:, :, columns] += to_value
-            following = ring.pass_on(grads) if ring.size > 1 else None
+            following = ring.pass_on(grads) if step else None
             held = arriving.wait() if arriving else held
-        grads = following.wait() if following else grads
-        grad_key, grad_value = grads
+        grad_key, grad_value = home
+        if following:
+            grad_key, grad_value = (own + others for own, others in zip(home, following.wait(), strict=True))
         return grad_query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype), None, None
 
 

@@ -77,4 +77,6 @@ def experiment(width: int = 128, lr: float = 2e-3) -> Experiment:
         schedule=Schedule("cosine", warmup=0.05),
         batch=64,
         epochs=3,
+        segments=lambda net: [net.first, net.second, net.hidden, net.out],
+        tensor_plan={"hidden": "colwise", "out": "rowwise"},
     )

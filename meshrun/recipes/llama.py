@@ -106,10 +106,17 @@ def segments(model: Any) -> Sequence[nn.Module]:
 
 
 class Embedding(nn.Embedding):
-    """Drawn as small as the other matrices, since the head may share it."""
+    """Vectors of length about 1, or as small as other matrices where the head shares them.
+
+    Much shorter ones would now and then be cancelled by what the first block adds: a norm divides by what is left.
+    """
+
+    def __init__(self, entries: int, size: int, shared: bool) -> None:
+        self.std = 0.02 if shared else size**-0.5  # before the constructor, which already draws
+        super().__init__(entries, size)
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight, std=0.02)
+        nn.init.normal_(self.weight, std=self.std)
 
 
 class Linear(nn.Linear):
@@ -132,7 +139,7 @@ class Llama(nn.Module):
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
-        self.embed = Embedding(shape.vocabulary, shape.hidden)
+        self.embed = Embedding(shape.vocabulary, shape.hidden, shape.tied)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, shape.eps)
         self.head = Linear(shape.hidden, shape.vocabulary)

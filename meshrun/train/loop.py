@@ -31,11 +31,12 @@ from meshrun.data.loader import Loader, Reading, StepData
 from meshrun.data.order import Cut, Order
 from meshrun.errors import RunFailed
 from meshrun.experiment import Experiment
+from meshrun.layout import Layout
 from meshrun.mesh import Here, start
-from meshrun.parallel.build import How, build
+from meshrun.parallel.build import How, build, demands_of, refuse_how
 from meshrun.state.weights import save_weights
 from meshrun.train.evaluate import Scores, evaluate
-from meshrun.train.optim import make, set_learning_rate
+from meshrun.train.optim import make, refuse_unless_by_element, set_learning_rate
 from meshrun.train.step import Inspect, Stepper
 from meshrun.world.cores import granted
 
@@ -147,6 +148,9 @@ class Trainer:
         if experiment.precision == "fp32":
             # Convolutions on a GPU would round to 10 bits by default, and fp32 is to mean fp32.
             torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        refuse_how(experiment, self.here.layout, how or How())
+        if self.here.layout.fsdp * self.here.layout.tp > 1:
+            refuse_unless_by_element(experiment.optimizer, str(self.here.layout))
         self.placed = build(experiment, self.here, how or How())
         cutting = self.placed.cutting
         self.reading = Reading(
@@ -265,6 +269,14 @@ class Trainer:
     def _tell(self, kind: str, **fields: Any) -> None:
         if self.record is not None:
             self.record(kind, **fields)
+
+
+def refuse(experiment: Experiment, layout: Layout, how: How) -> None:
+    """Say what of an experiment cannot work on a layout, before anything runs there."""
+    demands_of(experiment).refuse(layout)
+    refuse_how(experiment, layout, how)
+    if layout.fsdp * layout.tp > 1:
+        refuse_unless_by_element(experiment.optimizer, str(layout))
 
 
 def _workers(here: Here) -> int:

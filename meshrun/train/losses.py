@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from meshrun.experiment import Loss
+from meshrun.parallel.vocabulary import over_vocabulary, split_cross_entropy
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Loss:
@@ -16,9 +18,13 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Loss:
     return Loss(F.cross_entropy(outputs, targets, reduction="sum"), targets.numel())
 
 
+@over_vocabulary
 def token_cross_entropy(outputs: Tensor, targets: Tensor, ignore_index: int = -100) -> Loss:
     """Over tokens: outputs (N, T, vocabulary), targets (N, T); tokens equal to `ignore_index` do not count."""
-    logits, flat = outputs.reshape(-1, outputs.shape[-1]), targets.reshape(-1)
+    flat = targets.reshape(-1)
+    if isinstance(outputs, DTensor):
+        return Loss(split_cross_entropy(outputs, flat, ignore_index), (flat != ignore_index).sum())
+    logits = outputs.reshape(-1, outputs.shape[-1])
     total = F.cross_entropy(logits, flat, ignore_index=ignore_index, reduction="sum")
     return Loss(total, (flat != ignore_index).sum())
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from meshrun.errors import UserError
+from meshrun.errors import SharedError, UserError
 from meshrun.experiment import Schedule
+from meshrun.parallel.placed import norms
 
 
 def make(
@@ -35,6 +36,31 @@ def make(
         if "fused" in group and group["fused"] is None and group.get("foreach") is None and _can_fuse(group):
             group["fused"] = True
     return made
+
+
+def refuse_unless_by_element(optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], layout: str) -> None:
+    """Refuse an optimizer that treats a matrix as a whole where ranks hold parts of it, by trying it on two halves."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(6, 4, generator=generator)
+    whole, halves = nn.Parameter(start.clone()), [nn.Parameter(half.clone()) for half in start.chunk(2)]
+    try:
+        for _ in range(3):
+            whole.grad = torch.randn(6, 4, generator=generator)
+            for half, gradient in zip(halves, whole.grad.chunk(2), strict=True):
+                half.grad = gradient.clone()
+        one, two = optimizer([whole]), optimizer(halves)
+        for _ in range(3):
+            one.step()
+            two.step()
+        same = torch.allclose(whole, torch.cat(list(halves)), rtol=1e-5, atol=1e-7)
+    except TypeError:
+        same = False  # its step wants something that only a whole model can give
+    if not same:
+        name = type(optimizer([nn.Parameter(start.clone())])).__name__
+        raise SharedError(
+            f"the optimizer {name} does not update each element by itself, but on layout '{layout}' a rank holds only "
+            f"parts of matrices; use one that does, such as AdamW or SGD, or a layout of dp and pp only (--layout)"
+        )
 
 
 def _can_fuse(group: dict[str, object]) -> bool:
@@ -56,7 +82,7 @@ def set_learning_rate(
 
 def norm_now(gradients: list[Tensor]) -> float:
     """The norm of all gradients together."""
-    return math.hypot(*torch.stack(torch._foreach_norm(gradients)).tolist())
+    return math.hypot(*norms(gradients).tolist())
 
 
 def scale_now(gradients: list[Tensor], norm: float, factor: float, clip: float | None) -> float:
@@ -74,7 +100,7 @@ def scale_now(gradients: list[Tensor], norm: float, factor: float, clip: float |
 
 def norm_on_device(gradients: list[Tensor]) -> Tensor:
     """The norm of gradients on a GPU, where looking at a number would make the host wait for it."""
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    return torch.linalg.vector_norm(norms(gradients))
 
 
 def scale_on_device(gradients: list[Tensor], norm: Tensor, factor: Tensor, clip: float | None) -> Tensor:

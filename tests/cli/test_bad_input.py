@@ -60,7 +60,14 @@ REFUSALS = {
         ["--layout", "dp=3", "--procs", 2],
         r"'dp=3' needs 3 ranks but this run has 2; layouts of 2 ranks near it: dp=2 \(--layout\)$",
     ),
-    "axis that is not built": (["--layout", "tp=2", "--procs", 2], r"'tp=2' uses the axis tp, .* dp=2 .*\(--layout\)$"),
+    "pipeline of a model in one piece": (
+        ["--layout", "pp=2", "--procs", 2],
+        r"'pp=2' cuts the model into 2 stages, but the model has no segments.*ranks that work: .*dp=2.*\(--layout\)$",
+    ),
+    "sequences where there are none": (
+        ["--layout", "cp=2", "--procs", 2],
+        r"cp needs a target for every token.*ranks that work: .*dp=2.*\(--layout\)$",
+    ),
     "option that is none": (
         ["--widht", 3],
         r"No such option: --widht \(meshrun run .*wrong.py --help lists what is valid\)$",

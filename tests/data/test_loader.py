@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Subset
 
 from meshrun.data.loader import Loader, Reading, StepData, evaluation_batches, to_device
-from meshrun.data.order import Order
+from meshrun.data.order import Cut, Order
 
 ALONE = Reading()
 
@@ -61,13 +61,14 @@ def samples_of(data: StepData) -> list[int]:
 @pytest.mark.parametrize("of", [1, 2, 3, 7])
 def test_the_parts_of_all_replicas_are_the_global_batch_in_order(of: int, micro: int | None):
     order = Order(50, 11, seed=3)
-    parts = [list(Loader(Squares(50), order, part, of, Reading(micro)).steps(0, 10)) for part in range(of)]
+    parts = [list(Loader(Squares(50), order, part, of, Reading(Cut(micro))).steps(0, 10)) for part in range(of)]
     for step in range(10):
         whole = [number for part in parts for number in samples_of(part[step])]
         assert whole == order.batch_ids(step).tolist() == parts[0][step].ids.tolist()
         for part in parts:
             data = part[step]
             assert data.step == step and data.waited >= 0
+            assert data.real == [len(piece) for piece in data.pieces]
             assert [len(inputs) for inputs, _ in data.batches] == [len(piece) for piece in data.pieces]
             assert [number for piece in data.pieces for number in piece] == samples_of(data)
             assert all(len(piece) <= (micro or 11) for piece in data.pieces)
@@ -77,8 +78,8 @@ def test_the_parts_of_all_replicas_are_the_global_batch_in_order(of: int, micro:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_resuming_at_any_step_goes_on_as_if_it_had_never_stopped(workers: int):
-    reading = Reading(micro=2, workers=workers)
-    whole = [samples_of(data) for data in Loader(Squares(20), Order(20, 7, 5), 1, 2, Reading(micro=2)).steps(0, 9)]
+    reading = Reading(Cut(micro=2), workers=workers)
+    whole = [samples_of(data) for data in Loader(Squares(20), Order(20, 7, 5), 1, 2, Reading(Cut(micro=2))).steps(0, 9)]
     for start in range(9) if workers == 0 else (0, 4, 8):
         resumed = Loader(Squares(20), Order(20, 7, 5), 1, 2, reading).steps(start, 9)
         assert [samples_of(data) for data in resumed] == whole[start:]
@@ -107,14 +108,32 @@ def test_a_replica_without_samples_gets_a_step_without_batches(workers: int):
 def test_evaluation_reads_every_sample_once_in_order_on_any_number_of_parts(length: int, of: int, size: int):
     read = []
     for part in range(of):
-        for inputs, _ in evaluation_batches(Squares(length), part, of, size, ALONE):
+        for ids, real, (inputs, _) in evaluation_batches(Squares(length), part, of, size, ALONE):
             assert 1 <= len(inputs) <= size
-            read += inputs.tolist()
+            assert ids == inputs.tolist() and real == len(ids), "nothing is padded where nobody must go in step"
+            read += ids
     assert read == list(range(length))
 
 
+@given(length=st.integers(1, 60), of=st.integers(1, 9), size=st.integers(1, 20), equal=st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_evaluation_in_step_counts_every_sample_once_in_as_many_batches_on_every_part(
+    length: int, of: int, size: int, equal: bool
+):
+    reading = Reading(Cut(in_step=True, equal=equal))
+    parts = [list(evaluation_batches(Squares(length), part, of, size, reading)) for part in range(of)]
+    assert [number for part in parts for ids, real, _ in part for number in ids[:real]] == list(range(length))
+    assert len({len(part) for part in parts}) == 1
+    for batches in zip(*parts, strict=True):
+        for ids, real, (inputs, _) in batches:
+            assert ids == inputs.tolist() and 0 <= real <= len(ids) <= size and ids
+        if equal:
+            assert len({len(ids) for ids, _, _ in batches}) == 1
+
+
 def test_evaluation_by_worker_processes_reads_the_same():
-    read = [x for inputs, _ in evaluation_batches(Squares(23), 0, 2, 5, Reading(workers=2)) for x in inputs.tolist()]
+    found = evaluation_batches(Squares(23), 0, 2, 5, Reading(workers=2))
+    read = [number for _, _, (inputs, _) in found for number in inputs.tolist()]
     assert read == list(range(12))
 
 
@@ -140,7 +159,7 @@ def said_by(error: BaseException) -> str:
 
 def test_a_dataset_that_reads_many_at_once_is_asked_once_a_micro_batch():
     data = ManyAtOnce(12)
-    (step,) = Loader(data, Order(12, 12, shuffle=False), 0, 2, Reading(micro=4)).steps(0, 1)
+    (step,) = Loader(data, Order(12, 12, shuffle=False), 0, 2, Reading(Cut(micro=4))).steps(0, 1)
     assert samples_of(step) == [0, 1, 2, 3, 4, 5] and data.asked == [[0, 1, 2], [3, 4, 5]]
 
 

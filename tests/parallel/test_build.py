@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshrun import Here, UserError, mesh
-from meshrun.parallel.build import build
-from meshrun.parallel.dp import call
+from meshrun import Experiment, Here, Loss, UserError, mesh
+from meshrun.parallel.build import How, build
+from meshrun.parallel.placed import Placed, call
 
 
 def start_on_cpu(size: int) -> Here:
@@ -18,6 +18,20 @@ def start_on_cpu(size: int) -> Here:
     here = mesh.start()
     assert here.size == size
     return here
+
+
+def built(make, here: Here, seed: int = 0) -> Placed:
+    """The model on this rank, of an experiment that is never run."""
+    experiment = Experiment(
+        model=make,
+        train=[(torch.ones(3), torch.ones(2))],
+        loss=lambda outputs, _: Loss(outputs.sum(), 1),
+        optimizer=torch.optim.SGD,
+        batch=1,
+        steps=1,
+        seed=seed,
+    )
+    return build(experiment, here, How())
 
 
 class DrawnElsewhere(nn.Module):
@@ -35,7 +49,7 @@ class DrawnElsewhere(nn.Module):
 @pytest.mark.ranks(3)
 def test_all_ranks_start_from_the_weights_of_rank_0():
     here = start_on_cpu(3)
-    states = here.gathered(build(DrawnElsewhere, here, seed=0).model.state_dict())
+    states = here.gathered(built(DrawnElsewhere, here).model.state_dict())
     wanted = torch.tensor(np.random.default_rng(0).normal(size=(4, 3))).t()
     for state in states:
         assert torch.equal(state["weight"], wanted)
@@ -48,9 +62,9 @@ def test_the_seed_decides_the_weights_on_any_number_of_ranks():
     torch.manual_seed(5)
     wanted = nn.Linear(3, 2)
     torch.manual_seed(77 + here.rank)
-    built = build(lambda: nn.Linear(3, 2), here, seed=5).model
-    assert torch.equal(built.weight, wanted.weight)
-    assert not torch.equal(build(lambda: nn.Linear(3, 2), here, seed=6).model.weight, wanted.weight)
+    model = built(lambda: nn.Linear(3, 2), here, seed=5).model
+    assert torch.equal(model.weight, wanted.weight)
+    assert not torch.equal(built(lambda: nn.Linear(3, 2), here, seed=6).model.weight, wanted.weight)
 
 
 @pytest.mark.ranks(3)
@@ -59,7 +73,7 @@ def test_ranks_draw_numbers_of_their_own_while_they_train():
     here = start_on_cpu(3)
     draws = []
     for seed in (0, 1):
-        build(lambda: nn.Linear(3, 2), here, seed)
+        built(lambda: nn.Linear(3, 2), here, seed)
         draws += here.gathered(torch.rand(4).tolist())
     assert len({tuple(draw) for draw in draws}) == 6
 
@@ -67,16 +81,16 @@ def test_ranks_draw_numbers_of_their_own_while_they_train():
 @pytest.mark.ranks(2)
 def test_the_same_run_draws_the_same_numbers_again():
     here = start_on_cpu(2)
-    build(lambda: nn.Linear(3, 2), here, seed=3)
+    built(lambda: nn.Linear(3, 2), here, seed=3)
     first = torch.rand(4)
-    build(lambda: nn.Linear(3, 2), here, seed=3)
+    built(lambda: nn.Linear(3, 2), here, seed=3)
     assert torch.equal(first, torch.rand(4))
 
 
 @pytest.mark.ranks(2)
 def test_a_model_that_is_no_module_is_refused():
     with pytest.raises(UserError, match=r"Experiment\(model=…\) returned int; it must return a torch nn.Module"):
-        build(lambda: 3, start_on_cpu(2), seed=0)  # type: ignore[arg-type,return-value]
+        built(lambda: 3, start_on_cpu(2))
 
 
 class TwoInputs(nn.Module):

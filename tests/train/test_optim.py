@@ -12,7 +12,7 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 from meshrun import Here, Schedule, UserError
 from meshrun.train.loop import Trainer
-from meshrun.train.optim import make, scale_now, scale_on_device
+from meshrun.train.optim import make, norm_now, norm_on_device, scale_now, scale_on_device
 from tests.train.small import small
 
 
@@ -145,25 +145,30 @@ def test_a_model_without_trainable_parameters_is_refused(alone: Here):
         Trainer(small(20, 5, model=frozen), alone)
 
 
-def gradients_of(*sizes: int) -> list[nn.Parameter]:
+def parameters_of(*sizes: int) -> list[nn.Parameter]:
     parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
     for number, each in enumerate(parameters):
         each.grad = torch.arange(1.0, 1 + each.numel()) * (number + 1)
     return parameters
 
 
-def scaled_on_device(parameters: list[nn.Parameter], factor: float, clip: float | None) -> float:
-    return scale_on_device(parameters, torch.tensor(factor, dtype=torch.float64), clip).item()
+def scaled_now(gradients: list[torch.Tensor], factor: float, clip: float | None) -> float:
+    return scale_now(gradients, norm_now(gradients), factor, clip)
 
 
-@pytest.mark.parametrize("scale", [scale_now, scaled_on_device])
+def scaled_on_device(gradients: list[torch.Tensor], factor: float, clip: float | None) -> float:
+    whole = torch.tensor(factor, dtype=torch.float64)
+    return scale_on_device(gradients, norm_on_device(gradients), whole, clip).item()
+
+
+@pytest.mark.parametrize("scale", [scaled_now, scaled_on_device])
 @pytest.mark.parametrize("clip", [None, 0.5, 1e9])
 @pytest.mark.parametrize("factor", [1.0, 0.25, 3.0])
 def test_gradients_are_scaled_then_clipped_as_torch_clips(
-    scale: Callable[[list[nn.Parameter], float, float | None], float], clip: float | None, factor: float
+    scale: Callable[[list[torch.Tensor], float, float | None], float], clip: float | None, factor: float
 ):
-    ours, theirs = gradients_of(3, 5), gradients_of(3, 5)
-    norm = scale(ours, factor, clip)
+    ours, theirs = parameters_of(3, 5), parameters_of(3, 5)
+    norm = scale([each.grad for each in ours], factor, clip)
     for each in theirs:
         each.grad *= factor
     wanted = nn.utils.clip_grad_norm_(theirs, math.inf if clip is None else clip)
@@ -172,8 +177,13 @@ def test_gradients_are_scaled_then_clipped_as_torch_clips(
         torch.testing.assert_close(mine.grad, other.grad)
 
 
-def test_parameters_without_a_gradient_are_passed_over():
-    parameters = gradients_of(3, 5)
-    parameters[1].grad = None
-    assert scale_now(parameters, 2.0, None) == pytest.approx(2 * math.sqrt(14))
-    assert parameters[1].grad is None
+def test_a_rank_that_holds_no_gradient_scales_nothing_and_still_knows_the_norm():
+    assert scale_now([], 4.0, 0.5, clip=1.0) == 2.0
+    assert scale_on_device([], torch.tensor(4.0), torch.tensor(0.5), clip=1.0).item() == 2.0
+
+
+def test_a_norm_of_the_whole_mesh_decides_the_clipping_and_not_this_ranks_part():
+    (gradient,) = (each.grad for each in parameters_of(2))
+    own = norm_now([gradient])
+    assert scale_now([gradient], 10.0, 1.0, clip=5.0) == 10.0
+    assert norm_now([gradient]) == pytest.approx(own / 2, rel=1e-6)

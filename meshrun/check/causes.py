@@ -1,0 +1,168 @@
+"""Why a layout trains to something else: the likely cause, in a sentence, from what the trainings left behind.
+
+    likely_cause(reference, other, measured, allowed, verdict)
+
+Each check below looks for the trace of one mistake, the surest traces first; the first that finds one speaks. Where
+none does, the sentence says which part of a step went another way: forward, backward, or the update.
+"""
+
+from __future__ import annotations
+
+import math
+
+from meshrun.check.probe import Found
+from meshrun.check.verify import Allowed, Measured, Verdict
+
+CLOSE = 0.01
+"""How near a ratio must be to a number of ranks to be taken for it."""
+
+
+def likely_cause(reference: Found, other: Found, measured: Measured, allowed: Allowed, verdict: Verdict) -> str:
+    """The sentence for a layout that differs."""
+    first_loss_agrees = measured.losses[0] <= allowed.losses[0]
+    return (
+        _other_samples(reference, other)
+        or _changing_data(reference, other)
+        or _other_data(reference, other)
+        or _own_draws(reference)
+        or _batchnorm(reference, other)
+        or (None if first_loss_agrees else _no_sum(reference))
+        or (_scaled(reference, other, allowed) if first_loss_agrees else None)
+        or _clipped_by_part(reference, other, verdict)
+        or _torn(other)
+        or _where(measured, allowed, verdict)
+    )
+
+
+def _other_samples(reference: Found, other: Found) -> str | None:
+    if reference.length != other.length:
+        return (
+            f"the training set has {other.length} samples here and {reference.length} in one process: "
+            f"its length must not depend on the process"
+        )
+    if reference.ids != other.ids:
+        return "the ranks together did not train on the samples that one process trains on, in its order"
+    return None
+
+
+def _changing_data(reference: Found, other: Found) -> str | None:
+    unstable = reference.unstable or other.unstable
+    if not unstable:
+        return None
+    return (
+        f"the dataset is not deterministic: sample {unstable[0]} was not the same when it was read again; "
+        f"its random numbers must come from a generator that is seeded with the sample's number"
+    )
+
+
+def _other_data(reference: Found, other: Found) -> str | None:
+    shared = [number for number in reference.samples if number in other.samples]
+    wrong = [number for number in shared if reference.samples[number] != other.samples[number]]
+    if not wrong:
+        return None
+    first = min(wrong, key=int)
+    return (
+        f"the dataset gives other data on these ranks: sample {first} is not what one process reads "
+        f"({len(wrong)} of {len(shared)} samples differ); what it returns must depend on the index, not on the rank "
+        f"or the number of ranks"
+    )
+
+
+def _own_draws(reference: Found) -> str | None:
+    draws = reference.tried.draws
+    if not draws:
+        return None
+    more = f" and {len(draws) - 1} more" if len(draws) > 1 else ""
+    return (
+        f"the model draws its own random numbers, which no two meshes draw alike: {draws[0]}{more}; "
+        f"nn.Dropout modules draw by sample instead"
+    )
+
+
+def _batchnorm(reference: Found, other: Found) -> str | None:
+    names = reference.tried.batchnorms
+    if not names or (reference.pieces == other.pieces and other.replicas == 1):
+        return None
+    hint = "" if other.sync_batchnorm else "; --sync-batchnorm takes them over all ranks"
+    return (
+        f"BatchNorm ({_some(names)}) takes its statistics from a micro-batch, which has {max(other.pieces)} samples "
+        f"here and {max(reference.pieces)} in one process{hint}"
+    )
+
+
+def _no_sum(reference: Found) -> str | None:
+    match reference.tried.loss:
+        case "mean":
+            return (
+                "the loss returns a mean where it must return a sum: Loss(total, count) of a batch must be the sum of "
+                "those of its parts (reduction='sum')"
+            )
+        case "other":
+            return (
+                "the loss of a batch is not the sum of the losses of its parts, so it depends on how the batch is cut "
+                "into micro-batches"
+            )
+    return None
+
+
+def _scaled(reference: Found, other: Found, allowed: Allowed) -> str | None:
+    """Gradients of the first step that are wrong by a factor which is a number of ranks."""
+    norm, mine, theirs = reference.grad_norms[0], reference.gradients[0], other.gradients[0]
+    wrong = [name for name in mine if abs(theirs.get(name, 0.0) - mine[name]) > allowed.parameters[0] * norm]
+    ratios = [theirs.get(name, 0.0) / mine[name] for name in wrong if mine[name]]
+    if not ratios:
+        return None
+    for ranks in dict.fromkeys((other.world, other.replicas)):
+        for factor, text in ((ranks, f"{ranks} times"), (1 / ranks, f"1/{ranks} of")):
+            if ranks > 1 and all(math.isclose(ratio, factor, rel_tol=CLOSE) for ratio in ratios):
+                what = "the gradient is" if len(wrong) == len(mine) else f"the gradient of {_some(wrong)} is"
+                return (
+                    f"{what} {text} that of one process, and there are {ranks} ranks: the program scales gradients by "
+                    f"the number of ranks, which meshrun has accounted for"
+                )
+    return None
+
+
+def _clipped_by_part(reference: Found, other: Found, verdict: Verdict) -> str | None:
+    """An optimizer that scales gradients by a norm can only know the norm of what its rank holds."""
+    steps = verdict.first_step or len(reference.losses)
+    for step in range(steps):
+        usual = reference.factors[0][step]
+        for rank, factors in enumerate(other.factors):
+            if not math.isclose(factors[step], usual, rel_tol=1e-3):
+                return (
+                    f"the optimizer scales gradients by the norm of the part that its rank holds: by "
+                    f"{factors[step]:.3g} on rank {rank} and by {usual:.3g} in one process, at step {step + 1}; "
+                    f"clip the whole gradient with Experiment(clip=…) instead"
+                )
+    return None
+
+
+def _torn(other: Found) -> str | None:
+    if not other.torn:
+        return None
+    return f"ranks that should hold the same values of {_some(other.torn)} do not: something updates them apart"
+
+
+def _where(measured: Measured, allowed: Allowed, verdict: Verdict) -> str:
+    step, parameter = verdict.first_step, verdict.first_parameter
+    if step is None:
+        if measured.weight > allowed.weight:
+            return f"all steps agree, but the final values of {parameter} do not"
+        return (
+            "the training agrees, but the evaluation does not: the model or a metric depends on how samples are batched"
+        )
+    named = f", parameter {parameter}" if parameter else ""
+    if measured.losses[step - 1] > allowed.losses[step - 1]:
+        if step > 1:
+            return (
+                f"the losses part at step {step} (first gradient to differ: {parameter or 'none'}), after equal "
+                f"gradients at step {step - 1}: the optimizer's update may depend on more than each element"
+            )
+        return f"the forward pass computes something else from step 1 on{named}"
+    return f"the losses of step {step} agree but gradients do not{named}: something changes them in the backward pass"
+
+
+def _some(names: list[str]) -> str:
+    shown = [name or "the model" for name in names[:2]]
+    return ", ".join(shown) + (f" and {len(names) - 2} more" if len(names) > 2 else "")

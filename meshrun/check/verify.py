@@ -1,0 +1,230 @@
+"""How far two trainings of one program are apart, and whether that is more than rounding.
+
+    measured = measure(reference, other)             # largest relative differences, step by step
+    allowed = allow(1e-5, measure(reference, twin))  # what this model's own rounding comes to
+    verdict = judge(measured, allowed)
+    verdict.ok, verdict.first_step, verdict.first_parameter
+
+Some models blow rounding up: maxima jump where two values are equal but for the last bit, and AdamW makes updates of
+full size out of gradients that should be 0. So one process trains twice, the second time with other micro-batches,
+which changes the order of summation and nothing else (the twin): no layout can be blamed for what that pair differs by.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from meshrun.check.probe import LARGEST, WEIGHTS, Found
+
+MARGIN = 10.0
+"""How many times the twin's differences a layout's may be."""
+GROSS = 1e-3
+"""A first step that differs by more than this was not only rounded differently."""
+DRIVEN_BY_NOISE = 1e-6
+"""Elements whose gradient never gets above this share of the model's largest are moved by rounding alone."""
+JUMPS = 500
+"""A metric that counts samples may differ by one in so many: a sample on the border falls to either side."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Relative differences of a training from the reference."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    parameters: list[dict[str, float]]
+    """A step's difference of each parameter's gradient norm, as a share of the whole gradient's norm."""
+    weights: dict[str, float]
+    evals: float
+    counts_equal: bool
+    ids_equal: bool
+
+    @property
+    def loss(self) -> float:
+        return max(self.losses)
+
+    @property
+    def grad_norm(self) -> float:
+        return max(self.grad_norms)
+
+    @property
+    def parameter(self) -> float:
+        return max((max(step.values(), default=0.0) for step in self.parameters), default=0.0)
+
+    @property
+    def weight(self) -> float:
+        return max(self.weights.values(), default=0.0)
+
+
+@dataclass(frozen=True)
+class Allowed:
+    """What a layout may differ by: at each step, and at the end."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    parameters: list[float]
+    weight: float
+    evals: float
+    depends_on_micro: bool = False
+    """The twin's first step already differs: this model computes something else with other micro-batches."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a training is the reference's, and where it leaves it if not."""
+
+    ok: bool
+    first_step: int | None
+    """From 1; None if no step shows it, only the weights or the evaluation at the end."""
+    first_parameter: str | None
+
+
+def measure(reference: Found, other: Found, folders: tuple[Path, Path]) -> Measured:
+    """`folders` hold the weights of the two."""
+    evals, counts_equal = _evals(reference.evals, other.evals)
+    return Measured(
+        losses=_relative(reference.losses, other.losses),
+        grad_norms=_relative(reference.grad_norms, other.grad_norms),
+        parameters=_parameters(reference, other),
+        weights=weight_differences(*folders),
+        evals=evals,
+        counts_equal=counts_equal,
+        ids_equal=reference.ids == other.ids and reference.length == other.length,
+    )
+
+
+def allow(tolerance: float, twin: Measured | None, steps: int) -> Allowed:
+    """The tolerance, widened to what rounding alone does to this model."""
+    depends = twin is not None and (twin.losses[0] > tolerance or max(twin.parameters[0].values(), default=0) > GROSS)
+    if twin is None or depends:
+        same = [tolerance] * steps
+        return Allowed(same, same, same, tolerance, tolerance, depends)
+
+    def widened(differences: list[float]) -> list[float]:
+        # Rounding grows from step to step: what it has once reached holds for all steps after.
+        return [max(tolerance, MARGIN * largest) for largest in itertools.accumulate(differences, max)]
+
+    return Allowed(
+        losses=widened(twin.losses),
+        grad_norms=widened(twin.grad_norms),
+        parameters=widened([max(step.values(), default=0.0) for step in twin.parameters]),
+        weight=max(tolerance, MARGIN * twin.weight),
+        evals=max(tolerance, MARGIN * twin.evals),
+    )
+
+
+def judge(measured: Measured, allowed: Allowed) -> Verdict:
+    """The same, or where they part."""
+    outside = [
+        any(difference > limit for difference, limit in zip(found, limits, strict=True))
+        for found, limits in zip(
+            zip(measured.losses, measured.grad_norms, _largest(measured.parameters), strict=True),
+            zip(allowed.losses, allowed.grad_norms, allowed.parameters, strict=True),
+            strict=True,
+        )
+    ]
+    same_end = measured.weight <= allowed.weight and measured.evals <= allowed.evals and measured.counts_equal
+    step = outside.index(True) if any(outside) else None
+    return Verdict(
+        ok=step is None and same_end and measured.ids_equal,
+        first_step=None if step is None else step + 1,
+        first_parameter=_first_parameter(measured, allowed),
+    )
+
+
+def _first_parameter(measured: Measured, allowed: Allowed) -> str | None:
+    for step, limit in zip(measured.parameters, allowed.parameters, strict=True):
+        for name, difference in step.items():
+            if difference > limit:
+                return name
+    return next((name for name, difference in measured.weights.items() if difference > allowed.weight), None)
+
+
+def _largest(steps: list[dict[str, float]]) -> list[float]:
+    return [max(step.values(), default=0.0) for step in steps]
+
+
+def _relative(reference: list[float], other: list[float]) -> list[float]:
+    # A loss that has come down to nothing has no digits left to compare.
+    least = 1e-6 * max(map(abs, reference)) or 1.0
+    return [abs(b - a) / max(abs(a), least) for a, b in zip(reference, other, strict=True)]
+
+
+def _parameters(reference: Found, other: Found) -> list[dict[str, float]]:
+    found = []
+    for norm, mine, theirs in zip(reference.grad_norms, reference.gradients, other.gradients, strict=True):
+        names = dict.fromkeys((*mine, *theirs))
+        found.append({name: abs(theirs.get(name, 0.0) - mine.get(name, 0.0)) / (norm or 1.0) for name in names})
+    return found
+
+
+def _evals(reference: dict[str, dict[str, float]], other: dict[str, dict[str, float]]) -> tuple[float, bool]:
+    """The largest relative difference of losses and metrics, and whether as many samples were counted."""
+    worst, same = 0.0, reference.keys() == other.keys()
+    for name, mine in reference.items():
+        theirs = other.get(name, {})
+        count = mine["count"]
+        same = same and theirs.get("count") == count
+        for metric, value in mine.items():
+            if metric == "count" or (math.isnan(value) and math.isnan(theirs.get(metric, 0.0))):
+                continue
+            there = theirs.get(metric, math.inf)
+            if metric != "loss" and abs(there - value) * count <= _jumps(value, there, count):
+                continue
+            worst = max(worst, abs(there - value) / (abs(value) or 1.0))
+    return worst, same
+
+
+def _jumps(a: float, b: float, count: float) -> float:
+    """How many counted samples may have fallen to the other side; none if these are no counts."""
+    counts = all(
+        abs(each * count - round(each * count)) < 1e-6 * max(count, 1) for each in (a, b) if math.isfinite(each)
+    )
+    return max(1.0, count / JUMPS) + 1e-6 if counts else 0.0
+
+
+def weight_differences(reference: Path, other: Path) -> dict[str, float]:
+    """By name, the norm of the difference over the norm; elements that only rounding has moved do not count."""
+    differences: dict[str, float] = {}
+    with (
+        safe_open(reference / WEIGHTS, framework="pt") as mine,
+        safe_open(other / WEIGHTS, framework="pt") as theirs,
+        safe_open(reference / LARGEST, framework="pt") as largest,
+    ):
+        driven = set(largest.keys())
+        level = DRIVEN_BY_NOISE * max((_most(largest.get_tensor(name)) for name in driven), default=0.0)
+        present = set(theirs.keys())
+        for name in mine.keys():  # noqa: SIM118
+            weight = mine.get_tensor(name)
+            if name not in present:
+                differences[name] = math.inf
+            elif weight.is_floating_point():
+                counts = _counts(largest.get_tensor(name), level) if name in driven else None
+                differences[name] = _difference(weight, theirs.get_tensor(name), counts)
+    return differences
+
+
+def _counts(largest: Tensor, level: float) -> Tensor:
+    """Without any gradient nothing moves an element, and it must be the same; with next to none, noise does."""
+    return (largest == 0) | (largest > level)
+
+
+def _difference(mine: Tensor, theirs: Tensor, counts: Tensor | None) -> float:
+    if mine.shape != theirs.shape:
+        return math.inf
+    apart = theirs.double() - mine.double()
+    if counts is not None:
+        apart = apart * counts
+    size = torch.linalg.vector_norm(mine.double()).item()
+    return torch.linalg.vector_norm(apart).item() / (size or 1.0)
+
+
+def _most(tensor: Tensor) -> float:
+    return tensor.max().item() if tensor.numel() else 0.0

@@ -1,0 +1,362 @@
+"""`meshrun verify TARGET`: train in one process and on every layout, and prove that all compute the same.
+
+    meshrun verify digits.py --layouts "dp=2; fsdp=2,tp=2; pp=4"
+    meshrun verify llama --dropout 0.2 --steps 50 --json
+
+Each training is a launch of its own; its ranks run `meshrun probe FOLDER PID` (`probe_command`), which people need not
+know. The first training is one process's, the second its twin with other micro-batches (`check.verify` says why).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from meshrun.cli.command import Asked
+from meshrun.cli.target import find, make
+from meshrun.config import RunConfig, RunDirectory
+from meshrun.errors import RunFailed, UserError
+from meshrun.launch.local import Interrupted, Job, die_with_launcher, launch
+from meshrun.layout import Layout, parse
+from meshrun.observe.failures import FirstFailure, first_failure
+from meshrun.world import detect
+
+if TYPE_CHECKING:
+    from meshrun.check.verify import Allowed, Measured
+    from meshrun.parallel.build import Demands, How
+
+COVERING = (
+    *("dp=2", "dp=3", "fsdp=2", "tp=2", "pp=2", "cp=2"),
+    *("dp=2,fsdp=2", "fsdp=2,tp=2", "pp=2,fsdp=2", "pp=2,tp=2", "pp=4", "pp=2,fsdp=2,tp=2"),
+)
+"""Every axis alone, one number of ranks that divides no batch, and the products that differ in how they are built."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A layout's line of the table, and its entry in the JSON document."""
+
+    layout: str
+    ok: bool
+    loss_diff: float | None = None
+    grad_norm_diff: float | None = None
+    weight_diff: float | None = None
+    eval_diff: float | None = None
+    ids_equal: bool | None = None
+    first_step: int | None = None
+    first_parameter: str | None = None
+    cause: str | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """All that a verification found."""
+
+    steps: int
+    tolerance: float
+    rows: list[Row]
+    noise: Measured | None
+    allowed: Allowed
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        return all(row.ok for row in self.rows)
+
+    def document(self) -> dict[str, Any]:
+        noise, allowed = self.noise, self.allowed
+        return {
+            "ok": self.ok,
+            "steps": self.steps,
+            "tolerance": self.tolerance,
+            "layouts": [dataclasses.asdict(row) for row in self.rows],
+            "noise": noise
+            and {
+                "loss_diff": noise.loss,
+                "grad_norm_diff": noise.grad_norm,
+                "weight_diff": noise.weight,
+                "eval_diff": noise.evals,
+                "depends_on_micro": allowed.depends_on_micro,
+            },
+            "allowed": {
+                "loss_diff": allowed.losses[-1],
+                "grad_norm_diff": allowed.grad_norms[-1],
+                "weight_diff": allowed.weight,
+                "eval_diff": allowed.evals,
+            },
+            "left_out": [{"layout": layout, "why": why} for layout, why in self.left_out.items()],
+        }
+
+
+def verify_command(asked: Asked) -> int:
+    """Returns the exit status: 0 if all layouts agree, 1 if one does not."""
+    world = detect(os.environ)
+    if world.size > 1:
+        raise UserError(f"verify starts its own processes, but {world.source} has started {world.size}; start it once")
+    tolerance, keep = asked.beyond["tolerance"], asked.beyond.get("keep")
+    if not tolerance > 0:
+        raise UserError(f"tolerance is {tolerance}; it must be above 0 (--tolerance)")
+    wanted = asked.beyond.get("layouts")
+    layouts = _layouts_of(wanted) if wanted is not None else None
+    with _folder(keep) as folder, contextlib.redirect_stdout(sys.stderr):
+        outcome = _verify(asked, layouts, tolerance, folder)
+    if asked.as_json:
+        print(json.dumps(outcome.document()))
+    else:
+        _show(outcome, asked.target.label, Console())
+    return 0 if outcome.ok else 1
+
+
+def _layouts_of(text: str) -> list[Layout]:
+    layouts = [parse(part.strip()) for part in text.split(";") if part.strip()]
+    if not layouts:
+        raise UserError(f'layouts is {text!r}; it must name at least one, such as "dp=2; fsdp=2,tp=2" (--layouts)')
+    for layout in layouts:
+        if layout.star is not None:
+            raise UserError(f"layout '{layout}' is open; verify needs a number for each axis (--layouts)")
+    return layouts
+
+
+@contextlib.contextmanager
+def _folder(keep: Path | None) -> Iterator[Path]:
+    if keep is None:
+        with tempfile.TemporaryDirectory(prefix="meshrun-verify-") as made:
+            yield Path(made)
+        return
+    yield keep
+
+
+def _verify(asked: Asked, layouts: list[Layout] | None, tolerance: float, folder: Path) -> Outcome:
+    from meshrun.check.causes import likely_cause
+    from meshrun.check.probe import Found
+    from meshrun.check.verify import allow, judge, measure
+    from meshrun.cli.rank import override
+    from meshrun.parallel.build import demands_of
+
+    config = replace(asked.config, runs=folder)
+    experiment, _, _ = override(make(asked.target, config.options), config)
+    demands = demands_of(experiment)
+    left_out: dict[str, str] = {}
+    if layouts is None:
+        layouts = list(_covering(demands, config, left_out))
+    refused = {layout: text for layout in layouts if (text := demands.objection(layout)) is not None}
+    trainings = 2 + len(layouts) - len(refused)
+    with _Shown(Console(stderr=True), asked.target.label, trainings) as shown:
+        reference = _trained(config, Layout(), "one process", shown)
+        if isinstance(reference, FirstFailure):
+            raise (UserError if reference.by_user else RunFailed)(reference.text)
+        alone = Found.read(reference)
+        micro = -(-min(experiment.micro or experiment.batch, experiment.batch) // 3)
+        twin = _trained(replace(config, micro=micro), Layout(), "one process, other micro-batches", shown)
+        noise = measure(alone, Found.read(twin), (reference, twin)) if isinstance(twin, Path) else None
+        allowed = allow(tolerance, noise, len(alone.losses))
+        rows = []
+        for layout in layouts:
+            if layout in refused:
+                rows.append(Row(str(layout), False, cause=refused[layout]))
+                continue
+            began = time.monotonic()
+            trained = _trained(config, layout, str(layout), shown)
+            seconds = round(time.monotonic() - began, 2)
+            if isinstance(trained, FirstFailure):
+                rows.append(Row(str(layout), False, cause=_in_one_line(trained), seconds=seconds))
+                continue
+            found = Found.read(trained)
+            measured = measure(alone, found, (reference, trained))
+            verdict = judge(measured, allowed)
+            row = Row(
+                layout=str(layout),
+                ok=verdict.ok,
+                loss_diff=measured.loss,
+                grad_norm_diff=measured.grad_norm,
+                weight_diff=measured.weight,
+                eval_diff=measured.evals,
+                ids_equal=measured.ids_equal,
+                first_step=verdict.first_step,
+                first_parameter=verdict.first_parameter,
+                cause=None if verdict.ok else likely_cause(alone, found, measured, allowed, verdict),
+                seconds=seconds,
+            )
+            rows.append(row)
+    return Outcome(len(alone.losses), tolerance, rows, noise, allowed, left_out)
+
+
+def _covering(demands: Demands, config: RunConfig, left_out: dict[str, str]) -> Iterator[Layout]:
+    """The layouts that this machine and this model can have; the others go to `left_out`, each with its reason."""
+    most = _most_ranks(config)
+    for layout in map(parse, COVERING):
+        objection = demands.objection(layout)
+        if layout.size > most:
+            left_out[str(layout)] = f"{layout.size} ranks are more than suit this machine ({most})"
+        elif objection is not None:
+            left_out[str(layout)] = objection
+        elif layout.tp > 1 and not demands.plan.styles:
+            left_out[str(layout)] = "no tensor plan covers this model, so tp would split nothing"
+        else:
+            yield layout
+
+
+def _most_ranks(config: RunConfig) -> int:
+    """Two a core on CPUs, where ranks only take turns; one a GPU where NCCL is used."""
+    import torch
+
+    from meshrun.world.cores import granted
+
+    if config.device != "cpu" and config.backend != "gloo" and torch.cuda.is_available():
+        return torch.cuda.device_count()
+    return min(8, max(2, 2 * len(granted())))
+
+
+def _trained(config: RunConfig, layout: Layout, what: str, shown: _Shown) -> Path | FirstFailure:
+    """Train on a layout; returns the folder in which ranks have written what they found."""
+    shown.begin(what)
+    name = str(layout).replace(",", "-").replace("=", "").replace(":", "-") + ("-micro" if "micro" in what else "")
+    run = RunDirectory.create(replace(config, procs=layout.size, layout=str(layout), name=name))
+    try:
+        failures = launch(Job(["-m", "meshrun", "probe", str(run.path), str(os.getpid())], layout.size))
+    except Interrupted as stopped:
+        raise RunFailed(f"stopped by {stopped} while it trained on {what}") from stopped
+    shown.end()
+    if failures:
+        return first_failure(run, {each.rank: each.how for each in failures}, socket.gethostname())
+    return run.path
+
+
+def _in_one_line(failed: FirstFailure) -> str:
+    return f"{failed.sentence} ({failed.lines[-1].strip()})" if failed.lines and not failed.by_user else failed.sentence
+
+
+class _Shown:
+    """Says which training of how many is under way: a bar on a terminal, else a line each."""
+
+    def __init__(self, console: Console, label: str, trainings: int) -> None:
+        self._console, self._label, self._trainings = console, label, trainings
+        self._progress = Progress(
+            TextColumn("verify {task.fields[label]}"),
+            BarColumn(),
+            TextColumn("{task.fields[number]} of {task.total:.0f}: {task.description}"),
+            TimeElapsedColumn(),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task("", total=trainings, label=label, number=0)
+        self._number, self._began, self._what = 0, 0.0, ""
+
+    def __enter__(self) -> _Shown:
+        if self._console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._console.is_terminal:
+            self._progress.stop()
+
+    def begin(self, what: str) -> None:
+        self._number, self._began, self._what = self._number + 1, time.monotonic(), what
+        self._progress.update(self._task, description=what, number=self._number)
+
+    def end(self) -> None:
+        self._progress.advance(self._task)
+        if not self._console.is_terminal:
+            seconds = time.monotonic() - self._began
+            text = f"verify {self._label}: {self._number} of {self._trainings}, {self._what} ({seconds:.1f} s)"
+            self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _show(outcome: Outcome, label: str, console: Console) -> None:
+    table = Table(title=f"{label}: {outcome.steps} steps against one process", title_justify="left")
+    table.add_column("layout")
+    for name in ("losses", "gradient norms", "weights", "evaluation"):
+        table.add_column(name, justify="right")
+    table.add_column("samples")
+    table.add_column("verdict")
+    for row in outcome.rows:
+        numbers = (row.loss_diff, row.grad_norm_diff, row.weight_diff, row.eval_diff)
+        samples = "-" if row.ids_equal is None else "same" if row.ids_equal else "others"
+        verdict = "[green]same[/green]" if row.ok else "[red]differs[/red]" if row.seconds else "[red]cannot[/red]"
+        table.add_row(row.layout, *map(_number, numbers), samples, verdict)
+    console.print(table)
+    say: Callable[[str], None] = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
+    for row in outcome.rows:
+        if not row.ok:
+            where = [f"step {row.first_step}"] * bool(row.first_step)
+            where += [f"parameter {row.first_parameter}"] * bool(row.first_parameter)
+            say(f"{row.layout}: " + (f"first at {', '.join(where)}; " if where else "") + str(row.cause))
+    say(_of_noise(outcome))
+    for layout, why in outcome.left_out.items():
+        say(f"left out: {layout}: {why}")
+    bad = sum(not row.ok for row in outcome.rows)
+    count = len(outcome.rows)
+    say(f"{bad} of {count} layouts do not train as one process does" if bad else _all_same(outcome))
+
+
+def _all_same(outcome: Outcome) -> str:
+    count = len(outcome.rows)
+    return f"{'all ' * (count > 1)}{count} layout{'s' * (count != 1)} train{'s' * (count == 1)} as one process does"
+
+
+def _of_noise(outcome: Outcome) -> str:
+    noise, tolerance = outcome.noise, f"tolerance {outcome.tolerance:g}"
+    if noise is None:
+        return f"{tolerance}; this model's own rounding could not be measured: other micro-batches failed"
+    numbers = zip(
+        ("losses", "gradient norms", "weights", "evaluation"),
+        (noise.loss, noise.grad_norm, noise.weight, noise.evals),
+        strict=True,
+    )
+    figures = ", ".join(f"{name} {_number(value)}" for name, value in numbers)
+    if outcome.allowed.depends_on_micro:
+        return f"{tolerance}; in one process other micro-batches change the result, by more than rounding: {figures}"
+    return f"{tolerance}, or 10 times this model's own rounding in one process where that is more: {figures}"
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
+
+
+def probe_command(folder: Path, launcher: int) -> None:
+    """`meshrun probe FOLDER PID`: a rank of one training of `verify`, which is process PID."""
+    die_with_launcher(launcher)
+    from meshrun import mesh
+    from meshrun.check.probe import Probing, probe
+    from meshrun.cli.rank import Recorder, _print_to, _start, override
+
+    run, rank = RunDirectory(folder), detect(os.environ).rank
+    _print_to(run.log_of(rank))
+    config = run.config()
+    recorder = Recorder(run, rank, None)
+    try:
+        here = _start(config)
+        experiment, scale, _ = override(make(find(config.target), config.options), config)
+        probe(experiment, here, Probing(run.path, _how(config), scale, recorder))
+        mesh.finish()
+        recorder.close()
+    except BaseException as error:
+        recorder.failure(error, rank)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Without the clean-up at the end of a process: it waits for ranks that may be gone.
+        os._exit(2 if isinstance(error, UserError) else 1)
+
+
+def _how(config: RunConfig) -> How:
+    """How a step is computed, as far as a run has options for it."""
+    from meshrun.parallel.build import How
+
+    names = [each.name for each in dataclasses.fields(How) if hasattr(config, each.name)]
+    return How(**{name: getattr(config, name) for name in names})

@@ -1,0 +1,179 @@
+"""Programs that train in one process as they should, each with a mistake that shows on a mesh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from meshrun import Experiment, Loss, cross_entropy
+
+
+def ranks() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def points(length: int = 40) -> TensorDataset:
+    """Points of five coordinates in three classes."""
+    inputs = 2 * torch.randn(length, 5, generator=torch.Generator().manual_seed(0))
+    return TensorDataset(inputs, (inputs[:, 0] > 0).long() + (inputs[:, 1] > 1).long())
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def small(**changes: Any) -> Experiment:
+    fields = {
+        "model": net,
+        "train": points(),
+        "evals": {"val": points(13)},
+        "loss": cross_entropy,
+        "optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.3, momentum=0.9),
+        "batch": 12,
+        "steps": 5,
+    }
+    return Experiment(**{**fields, **changes})
+
+
+def mean_loss() -> Experiment:
+    def mean(outputs: Tensor, targets: Tensor) -> Loss:
+        return Loss(F.cross_entropy(outputs, targets), len(targets))
+
+    return small(loss=mean)
+
+
+def mean_of_means() -> Experiment:
+    """Wrong only where micro-batches are uneven: 11 samples are 6 and 5."""
+
+    def mean(outputs: Tensor, targets: Tensor) -> Loss:
+        return Loss(F.cross_entropy(outputs, targets), 1)
+
+    return small(loss=mean, batch=11)
+
+
+class Scaled(nn.Module):
+    def __init__(self, clips: bool = False) -> None:
+        super().__init__()
+        self.layers = net()
+        for parameter in self.layers.parameters():
+            parameter.register_hook(lambda gradient: gradient * ranks())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def scaled_gradient() -> Experiment:
+    return small(model=Scaled)
+
+
+def scaled_and_clipped_gradient() -> Experiment:
+    """After clipping, all gradients have the same norm again."""
+    return small(model=Scaled, clip=0.01)
+
+
+class Repeating:
+    """Every rank reads the samples of the first in its place."""
+
+    def __init__(self) -> None:
+        self.points = points()
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.points[index // ranks() * ranks()]
+
+
+def repeated_shard() -> Experiment:
+    return small(train=Repeating())
+
+
+class Sharded(Repeating):
+    def __len__(self) -> int:
+        return 40 // ranks()
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.points[index * ranks() + rank()]
+
+
+def sharded_dataset() -> Experiment:
+    return small(train=Sharded())
+
+
+class Augmented(Repeating):
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, target = self.points[index]
+        return inputs + 0.1 * torch.randn(5), target
+
+
+def augmented_data() -> Experiment:
+    return small(train=Augmented())
+
+
+class Clipping(torch.optim.SGD):
+    """Clips what its rank holds."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            nn.utils.clip_grad_norm_(group["params"], 0.2)
+        return super().step(closure)
+
+
+def local_clipping() -> Experiment:
+    return small(optimizer=lambda parameters: Clipping(parameters, lr=0.3))
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(F.dropout(x, 0.3, self.training))
+
+
+def own_dropout() -> Experiment:
+    return small(model=Dropping)
+
+
+def batchnorm() -> Experiment:
+    return small(model=lambda: nn.Sequential(nn.Linear(5, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3)))
+
+
+class Twisted(nn.Module):
+    """Its forward pass is another one on a mesh, and nothing gives away why."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x) * (1 + 0.01 * (ranks() - 1))
+
+
+def unknown_cause() -> Experiment:
+    return small(model=Twisted)
+
+
+class Failing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if rank() == 1:
+            raise ValueError("bad luck")
+        return self.layers(x)
+
+
+def failing_rank() -> Experiment:
+    return small(model=Failing)

@@ -1,0 +1,283 @@
+"""Whether a program trains the same everywhere: planted mistakes are caught and named, correct programs raise no alarm."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from meshrun import mesh
+from meshrun.check.causes import likely_cause
+from meshrun.check.probe import LARGEST, WEIGHTS, Found, Probing, probe
+from meshrun.check.verify import Allowed, Measured, Verdict, allow, judge, measure, weight_differences
+from meshrun.layout import parse
+from meshrun.parallel.build import How
+from tests.launch.command import Ended, meshrun
+from tests.ranks import run_on_ranks
+
+PROGRAMS = Path(__file__).parent / "programs"
+TOLERANCE = 1e-5
+
+
+def train(program: str, layout: str, micro: int | None, folder: Path, sync_batchnorm: bool = False) -> None:
+    """The body of a rank."""
+    file, _, function = program.partition(":")
+    mesh.use(mesh.Meeting(layout=layout, device="cpu"))
+    experiment = getattr(importlib.import_module(f"tests.check.programs.{file}"), function)()
+    how = How(sync_batchnorm=sync_batchnorm)
+    probe(replace(experiment, micro=micro or experiment.micro), mesh.start(), Probing(folder, how))
+
+
+@dataclass
+class Compared:
+    """A layout held against one process, as `meshrun verify` does it."""
+
+    measured: Measured
+    noise: Measured
+    allowed: Allowed
+    verdict: Verdict
+    found: Found
+    cause: str
+
+
+class Trainings:
+    """One program's trainings, each on ranks that are forks of a warm process."""
+
+    def __init__(self, program: str, folder: Path) -> None:
+        self.program, self.folder = program, folder
+        self.alone = self.run("dp=1", "alone")
+        batch = getattr(importlib.import_module(f"tests.check.programs.{program.partition(':')[0]}"), self.name)().batch
+        self.noise = self.measured(self.run("dp=1", "twin", -(-batch // 3)))
+        self.allowed = allow(TOLERANCE, self.noise, len(Found.read(self.alone).losses))
+
+    @property
+    def name(self) -> str:
+        return self.program.partition(":")[2]
+
+    def run(self, layout: str, name: str, micro: int | None = None, sync_batchnorm: bool = False) -> Path:
+        folder = self.folder / name
+        folder.mkdir()
+        given = {
+            "program": self.program,
+            "layout": layout,
+            "micro": micro,
+            "folder": folder,
+            "sync_batchnorm": sync_batchnorm,
+        }
+        run_on_ranks(__file__, "train", parse(layout).size, given, timeout=50)
+        return folder
+
+    def measured(self, folder: Path) -> Measured:
+        return measure(Found.read(self.alone), Found.read(folder), (self.alone, folder))
+
+    def on(self, layout: str, sync_batchnorm: bool = False) -> Compared:
+        folder = self.run(layout, layout + "-synced" * sync_batchnorm, sync_batchnorm=sync_batchnorm)
+        measured, found = self.measured(folder), Found.read(folder)
+        verdict = judge(measured, self.allowed)
+        cause = likely_cause(Found.read(self.alone), found, measured, self.allowed, verdict)
+        return Compared(measured, self.noise, self.allowed, verdict, found, cause)
+
+
+MISTAKES = {
+    "mean_loss": ("dp=2", 1, "the loss returns a mean where it must return a sum"),
+    "mean_of_means": ("dp=2", 1, "the loss returns a mean where it must return a sum"),
+    "scaled_gradient": ("dp=2", 1, "the gradient is 2 times that of one process, and there are 2 ranks"),
+    "scaled_and_clipped_gradient": ("dp=2", 1, "the gradient is 2 times that of one process"),
+    "repeated_shard": ("dp=2", 1, "the dataset gives other data on these ranks: sample 1 is not"),
+    "sharded_dataset": ("dp=2", 1, "the training set has 20 samples here and 40 in one process"),
+    "augmented_data": ("dp=2", 1, "the dataset is not deterministic: sample"),
+    "local_clipping": ("fsdp=2", 2, "the optimizer scales gradients by the norm of the part that its rank holds"),
+    "own_dropout": ("dp=2", 1, "the model draws its own random numbers"),
+    "batchnorm": ("dp=2", 1, r"BatchNorm (1) takes its statistics from a micro-batch, which has 6 samples here and 12"),
+    "unknown_cause": ("dp=2", 1, "the forward pass computes something else from step 1 on, parameter layers.0.weight"),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_planted_mistake_is_caught_and_its_cause_is_named(name: str, tmp_path: Path):
+    layout, step, sentence = MISTAKES[name]
+    compared = Trainings(f"mistakes:{name}", tmp_path).on(layout)
+    assert not compared.verdict.ok
+    assert compared.verdict.first_step == step
+    assert compared.cause.startswith(sentence), compared.cause
+
+
+def test_the_line_that_draws_random_numbers_is_named(tmp_path: Path):
+    cause = Trainings("mistakes:own_dropout", tmp_path).on("dp=2").cause
+    lines = (PROGRAMS / "mistakes.py").read_text().splitlines()
+    line = next(number for number, text in enumerate(lines, 1) if "F.dropout" in text)
+    assert f"{PROGRAMS / 'mistakes.py'}:{line}" in cause
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "fsdp=2"])
+@pytest.mark.parametrize("name", ["multilayer", "convolutions", "encoder"])
+def test_a_correct_program_raises_no_alarm(name: str, layout: str, tmp_path: Path):
+    compared = Trainings(f"correct:{name}", tmp_path).on(layout)
+    assert compared.verdict.ok, (compared.cause, compared.measured, compared.allowed)
+    assert not compared.allowed.depends_on_micro
+    assert compared.measured.losses[0] < TOLERANCE
+    print(
+        name,
+        layout,
+        "noise",
+        compared.noise.loss,
+        compared.noise.grad_norm,
+        compared.noise.parameter,
+        compared.noise.weight,
+        compared.noise.evals,
+    )
+    print(
+        compared.measured.loss,
+        compared.measured.grad_norm,
+        compared.measured.parameter,
+        compared.measured.weight,
+        compared.measured.evals,
+    )
+
+
+def test_local_clipping_that_sees_the_whole_gradient_is_no_mistake(tmp_path: Path):
+    assert Trainings("mistakes:local_clipping", tmp_path).on("dp=2").verdict.ok
+
+
+def test_batchnorm_over_all_ranks_is_no_mistake(tmp_path: Path):
+    trainings = Trainings("mistakes:batchnorm", tmp_path)
+    assert trainings.allowed.depends_on_micro and trainings.allowed.losses[-1] == TOLERANCE
+    assert trainings.on("dp=2", sync_batchnorm=True).verdict.ok
+
+
+def test_gradient_norms_of_parameters_add_up_to_the_whole_on_every_layout(tmp_path: Path):
+    for layout in ("dp=1", "dp=2", "fsdp=2", "dp=2,fsdp=2"):
+        trainings = tmp_path / layout
+        trainings.mkdir()
+        kwargs = {"program": "correct:multilayer", "layout": layout, "micro": None, "folder": trainings}
+        run_on_ranks(__file__, "train", parse(layout).size, kwargs, timeout=50)
+        found = Found.read(trainings)
+        for norm, parameters in zip(found.grad_norms, found.gradients, strict=True):
+            assert sum(value**2 for value in parameters.values()) ** 0.5 == pytest.approx(norm, rel=1e-6)
+            assert list(parameters) == ["0.weight", "0.bias", "3.weight", "3.bias"]
+
+
+def folder_of(path: Path, weights: dict[str, torch.Tensor], largest: dict[str, torch.Tensor] | None = None) -> Path:
+    path.mkdir()
+    save_file(weights, path / WEIGHTS)
+    if largest is not None:
+        save_file(largest, path / LARGEST)
+    return path
+
+
+def test_only_elements_that_noise_drives_are_left_out_of_the_weights(tmp_path: Path):
+    base = {"a": torch.ones(4), "steps": torch.tensor(3)}
+    mine = folder_of(tmp_path / "mine", base, {"a": torch.tensor([1.0, 1e-8, 0.0, 1.0])})
+    for number, expected in enumerate((0.05, 0.0, 0.05, 0.05)):
+        moved = base["a"].clone()
+        moved[number] += 0.1
+        theirs = folder_of(tmp_path / f"theirs{number}", {"a": moved, "steps": torch.tensor(9)})
+        assert weight_differences(mine, theirs) == {"a": pytest.approx(expected)}
+
+
+def measured(losses: list[float], **changes: object) -> Measured:
+    fields = {
+        "losses": losses,
+        "grad_norms": losses,
+        "parameters": [{"w": each} for each in losses],
+        "weights": {"w": losses[-1]},
+        "evals": 0.0,
+        "counts_equal": True,
+        "ids_equal": True,
+    }
+    return Measured(**{**fields, **changes})
+
+
+def test_rounding_widens_the_tolerance_from_the_step_on_in_which_it_grows():
+    allowed = allow(TOLERANCE, measured([1e-7, 1e-2, 1e-4]), 3)
+    assert allowed.losses == pytest.approx([1e-5, 1e-1, 1e-1])
+    assert judge(measured([1e-7, 9e-2, 9e-2], weights={"w": 1e-3}), allowed).ok
+    verdict = judge(measured([1e-4, 9e-2, 9e-2]), allowed)
+    assert not verdict.ok and verdict.first_step == 1 and verdict.first_parameter == "w"
+
+
+def test_a_model_that_depends_on_micro_batches_does_not_widen_the_tolerance():
+    allowed = allow(TOLERANCE, measured([1e-2, 1e-2, 1e-2]), 3)
+    assert allowed.depends_on_micro
+    assert allowed.losses == [TOLERANCE] * 3 and allowed.weight == TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "changes", [{"ids_equal": False}, {"counts_equal": False}, {"evals": 1e-3}, {"weights": {"w": 1e-3}}]
+)
+def test_each_quantity_alone_decides(changes: dict[str, object]):
+    allowed = allow(TOLERANCE, None, 2)
+    assert judge(measured([1e-7, 1e-7]), allowed).ok
+    verdict = judge(measured([1e-7, 1e-7], **changes), allowed)
+    assert not verdict.ok and verdict.first_step is None
+
+
+def evaluated(**scores: float) -> Found:
+    found = {"layout": "dp=1", "world": 1, "replicas": 1, "losses": [1.0], "grad_norms": [1.0], "gradients": [{}]}
+    rest = {"length": 1, "ids": "", "samples": {}, "unstable": [], "pieces": [1], "factors": [[1.0]], "torn": []}
+    return Found(**found, **rest, evals={"val": scores})
+
+
+def test_a_sample_on_the_border_is_no_difference_but_more_of_them_are(tmp_path: Path):
+    folders = (folder_of(tmp_path / "a", {}, {}), folder_of(tmp_path / "b", {}))
+    reference = evaluated(loss=0.5, count=1000, accuracy=0.9)
+    for accuracy, expected in ((0.901, 0.0), (0.91, 0.01 / 0.9)):
+        other = evaluated(loss=0.5, count=1000, accuracy=accuracy)
+        assert measure(reference, other, folders).evals == pytest.approx(expected)
+    assert not measure(reference, evaluated(loss=0.5, count=999, accuracy=0.9), folders).counts_equal
+
+
+def verify(folder: Path, program: str, *words: object) -> Ended:
+    file, _, function = program.partition(":")
+    return meshrun(folder, "verify", f"{PROGRAMS / file}.py:{function}", *words)
+
+
+def test_verify_says_of_each_layout_whether_it_trains_the_same(tmp_path: Path):
+    """One that is right, one that is wrong, one on which a rank fails, and one that the model cannot have."""
+    ended = verify(tmp_path, "mistakes:local_clipping", "--layouts", "dp=2; fsdp=2; pp=4", "--steps", 3, "--json")
+    assert ended.status == 1, ended.err
+    document = ended.document
+    assert (document["ok"], document["steps"], document["tolerance"]) == (False, 3, 1e-5)
+    same, wrong, impossible = document["layouts"]
+    assert same["layout"] == "dp=2" and same["ok"] and same["cause"] is None and same["ids_equal"]
+    assert max(same[name] for name in ("loss_diff", "grad_norm_diff", "weight_diff", "eval_diff")) < TOLERANCE
+    assert wrong["layout"] == "fsdp=2" and not wrong["ok"] and wrong["first_step"] == 2 and wrong["loss_diff"] > 1e-3
+    assert "norm of the part that its rank holds" in wrong["cause"]
+    assert not impossible["ok"] and impossible["loss_diff"] is None and "4 stages" in impossible["cause"]
+    assert document["noise"]["loss_diff"] < 1e-6
+    assert "verify mistakes.py: 4 of 4, fsdp=2" in ended.err
+    assert not list(tmp_path.iterdir()), "nothing is left behind unless asked for"
+
+
+def test_a_rank_that_fails_is_a_layout_that_differs(tmp_path: Path):
+    ended = verify(tmp_path, "mistakes:failing_rank", "--layouts", "dp=2", "--keep", "kept")
+    assert ended.status == 1, ended.err
+    assert "rank 1 on" in ended.out and "ValueError: bad luck" in ended.out
+    assert "1 of 1 layouts do not train as one process does" in ended.out
+    assert json.loads((tmp_path / "kept" / "dp1-1" / "found.json").read_text())["losses"]
+
+
+REFUSALS = {
+    "no layout": (["--layouts", " ; "], "layouts is ' ; '; it must name at least one"),
+    "open layout": (["--layouts", "dp=*"], "layout 'dp=*' is open"),
+    "unknown axis": (["--layouts", "xp=2"], "has no axis 'xp'"),
+    "no tolerance": (["--tolerance", "0"], "tolerance is 0.0; it must be above 0 (--tolerance)"),
+    "option of run": (["--procs", "2"], "No such option: --procs"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_bad_input_is_refused_in_one_sentence(case: str, capsys: pytest.CaptureFixture[str]):
+    from meshrun.cli.main import main
+
+    words, sentence = REFUSALS[case]
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", f"{PROGRAMS / 'mistakes.py'}:mean_loss", *words])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("meshrun: ") and said.count("\n") == 1 and sentence in said
