@@ -145,7 +145,7 @@ def probe(experiment: Experiment, here: Here, probing: Probing) -> None:
         replicas=here.replicas,
         losses=trainer.totals.losses,
         grad_norms=trainer.totals.grad_norms,
-        gradients=_norms([each["squares"] for each in ranks], trainer.totals.grad_norms),
+        gradients=_norms([each["squares"] for each in ranks], trainer.totals.grad_norms, experiment.clip),
         evals=scores,
         length=len(experiment.train),
         ids=_hash_of_ids([ranks[rank]["pieces"] for rank in replicas]),
@@ -254,16 +254,15 @@ def _local_norm(placed: Placed) -> float:
     return math.hypot(*(torch.linalg.vector_norm(each, dtype=torch.float64).item() for each in gradients))
 
 
-def _norms(ranks: Sequence[list[dict[str, float]]], grad_norms: list[float]) -> list[dict[str, float]]:
+def _norms(
+    ranks: Sequence[list[dict[str, float]]], grad_norms: list[float], clip: float | None
+) -> list[dict[str, float]]:
     """Each parameter's norm at each step, added up over ranks, and scaled back to what it was before clipping."""
     found = []
     for shares, norm in zip(zip(*ranks, strict=True), grad_norms, strict=True):
         names = dict.fromkeys(name for share in shares for name in share)
-        squares = {name: sum(share.get(name, 0.0) for share in shares) for name in names}
-        clipped = math.sqrt(sum(squares.values()))
-        found.append(
-            {name: math.sqrt(square) * (norm / clipped if clipped else 1.0) for name, square in squares.items()}
-        )
+        clipped_by = 1.0 if clip is None else max(1.0, norm / clip)
+        found.append({name: math.sqrt(sum(share.get(name, 0.0) for share in shares)) * clipped_by for name in names})
     return found
 
 

@@ -102,21 +102,27 @@ def measure(reference: Found, other: Found, folders: tuple[Path, Path]) -> Measu
 
 def allow(tolerance: float, twin: Measured | None, steps: int) -> Allowed:
     """The tolerance, widened to what rounding alone does to this model."""
-    depends = twin is not None and (twin.losses[0] > tolerance or max(twin.parameters[0].values(), default=0) > GROSS)
+    depends = twin is not None and (twin.losses[0] > tolerance or _largest(twin.parameters)[0] > GROSS)
     if twin is None or depends:
         same = [tolerance] * steps
         return Allowed(same, same, same, tolerance, tolerance, depends)
 
+    # Rounding grows from step to step: what it has once reached holds for all steps after. Where that is more than the
+    # tolerance, how much of it shows in one number or another is chance, and the largest of them holds for all.
+    norms = _largest(twin.parameters)
+    all_three = map(max, twin.losses, twin.grad_norms, norms)
+    grown = [each if each > tolerance else 0.0 for each in itertools.accumulate(all_three, max)]
+
     def widened(differences: list[float]) -> list[float]:
-        # Rounding grows from step to step: what it has once reached holds for all steps after.
-        return [max(tolerance, MARGIN * largest) for largest in itertools.accumulate(differences, max)]
+        largest = map(max, itertools.accumulate(differences, max), grown)
+        return [max(tolerance, MARGIN * each) for each in largest]
 
     return Allowed(
         losses=widened(twin.losses),
         grad_norms=widened(twin.grad_norms),
-        parameters=widened([max(step.values(), default=0.0) for step in twin.parameters]),
-        weight=max(tolerance, MARGIN * twin.weight),
-        evals=max(tolerance, MARGIN * twin.evals),
+        parameters=widened(norms),
+        weight=max(tolerance, MARGIN * max(twin.weight, grown[-1])),
+        evals=max(tolerance, MARGIN * max(twin.evals, grown[-1])),
     )
 
 

@@ -48,9 +48,9 @@ OF_VERIFY = [
 ]
 NOT_FOR_VERIFY = (
     *("procs", "layout", "epochs", "eval_every", "workers", "prefetch", "port", "name", "runs", "tensorboard"),
-    *("steps", "timeout"),
+    *("steps", "timeout", "allow_tp_across_nodes", "compress"),
 )
-"""Options of a run that `verify` decides by itself, or has with other defaults."""
+"""Options of a run that `verify` decides by itself, or has with other defaults; compression changes numbers."""
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,9 @@ from meshrun.observe.failures import FirstFailure, first_failure
 from meshrun.world import detect
 
 if TYPE_CHECKING:
+    from meshrun.check.probe import Found
     from meshrun.check.verify import Allowed, Measured
+    from meshrun.experiment import Experiment
     from meshrun.parallel.build import Demands, How
 
 COVERING = (
@@ -123,7 +125,10 @@ def verify_command(asked: Asked) -> int:
 
 
 def _layouts_of(text: str) -> list[Layout]:
-    layouts = [parse(part.strip()) for part in text.split(";") if part.strip()]
+    try:
+        layouts = [parse(part.strip()) for part in text.split(";") if part.strip()]
+    except UserError as error:
+        raise UserError(str(error).replace("(--layout)", "(--layouts)")) from None
     if not layouts:
         raise UserError(f'layouts is {text!r}; it must name at least one, such as "dp=2; fsdp=2,tp=2" (--layouts)')
     for layout in layouts:
@@ -141,11 +146,18 @@ def _folder(keep: Path | None) -> Iterator[Path]:
     yield keep
 
 
+@dataclass(frozen=True)
+class Alone:
+    """The trainings in one process: what layouts are compared with, and what they may differ by."""
+
+    folder: Path
+    found: Found
+    noise: Measured | None
+    allowed: Allowed
+
+
 def _verify(asked: Asked, layouts: list[Layout] | None, tolerance: float, folder: Path) -> Outcome:
-    from meshrun.check.causes import likely_cause
-    from meshrun.check.probe import Found
-    from meshrun.check.verify import allow, judge, measure
-    from meshrun.cli.rank import override
+    from meshrun.cli.rank import how_of, override
     from meshrun.parallel.build import demands_of
 
     config = replace(asked.config, runs=folder)
@@ -154,53 +166,68 @@ def _verify(asked: Asked, layouts: list[Layout] | None, tolerance: float, folder
     left_out: dict[str, str] = {}
     if layouts is None:
         layouts = list(_covering(demands, config, left_out))
-    refused = {layout: text for layout in layouts if (text := demands.objection(layout)) is not None}
-    trainings = 2 + len(layouts) - len(refused)
-    with _Shown(Console(stderr=True), asked.target.label, trainings) as shown:
-        reference = _trained(config, Layout(), "one process", shown)
-        if isinstance(reference, FirstFailure):
-            raise (UserError if reference.by_user else RunFailed)(reference.text)
-        alone = Found.read(reference)
-        micro = -(-min(experiment.micro or experiment.batch, experiment.batch) // 3)
-        twin = _trained(replace(config, micro=micro), Layout(), "one process, other micro-batches", shown)
-        noise = measure(alone, Found.read(twin), (reference, twin)) if isinstance(twin, Path) else None
-        allowed = allow(tolerance, noise, len(alone.losses))
-        rows = []
-        for layout in layouts:
-            if layout in refused:
-                rows.append(Row(str(layout), False, cause=refused[layout]))
-                continue
-            began = time.monotonic()
-            trained = _trained(config, layout, str(layout), shown)
-            seconds = round(time.monotonic() - began, 2)
-            if isinstance(trained, FirstFailure):
-                rows.append(Row(str(layout), False, cause=_in_one_line(trained), seconds=seconds))
-                continue
-            found = Found.read(trained)
-            measured = measure(alone, found, (reference, trained))
-            verdict = judge(measured, allowed)
-            row = Row(
-                layout=str(layout),
-                ok=verdict.ok,
-                loss_diff=measured.loss,
-                grad_norm_diff=measured.grad_norm,
-                weight_diff=measured.weight,
-                eval_diff=measured.evals,
-                ids_equal=measured.ids_equal,
-                first_step=verdict.first_step,
-                first_parameter=verdict.first_parameter,
-                cause=None if verdict.ok else likely_cause(alone, found, measured, allowed, verdict),
-                seconds=seconds,
-            )
-            rows.append(row)
-    return Outcome(len(alone.losses), tolerance, rows, noise, allowed, left_out)
+    objections = [_objection(demands, layout, how_of(config)) for layout in layouts]
+    with _Shown(Console(stderr=True), asked.target.label, 2 + objections.count(None)) as shown:
+        alone = _alone(config, experiment, tolerance, shown)
+        rows = [
+            _row(config, layout, alone, shown) if objection is None else Row(str(layout), False, cause=objection)
+            for layout, objection in zip(layouts, objections, strict=True)
+        ]
+    return Outcome(len(alone.found.losses), tolerance, rows, alone.noise, alone.allowed, left_out)
+
+
+def _alone(config: RunConfig, experiment: Experiment, tolerance: float, shown: _Shown) -> Alone:
+    from meshrun.check.probe import Found
+    from meshrun.check.verify import allow, measure
+
+    config = replace(config, offload=False)  # without shards there is nothing to offload
+    folder = _trained(config, Layout(), "one process", shown)
+    if isinstance(folder, FirstFailure):
+        raise (UserError if folder.by_user else RunFailed)(folder.text)
+    found = Found.read(folder)
+    # Three pieces: other sums than those of two or four equal parts, and uneven where the batch is no multiple.
+    micro = -(-min(experiment.micro or experiment.batch, experiment.batch) // 3)
+    twin = _trained(replace(config, micro=micro), Layout(), "one process, other micro-batches", shown)
+    noise = measure(found, Found.read(twin), (folder, twin)) if isinstance(twin, Path) else None
+    return Alone(folder, found, noise, allow(tolerance, noise, len(found.losses)))
+
+
+def _row(config: RunConfig, layout: Layout, alone: Alone, shown: _Shown) -> Row:
+    """Train on a layout, and compare."""
+    from meshrun.check.causes import likely_cause
+    from meshrun.check.probe import Found
+    from meshrun.check.verify import judge, measure
+
+    began = time.monotonic()
+    trained = _trained(config, layout, str(layout), shown)
+    seconds = round(time.monotonic() - began, 2)
+    if isinstance(trained, FirstFailure):
+        return Row(str(layout), False, cause=_in_one_line(trained), seconds=seconds)
+    found = Found.read(trained)
+    measured = measure(alone.found, found, (alone.folder, trained))
+    verdict = judge(measured, alone.allowed)
+    return Row(
+        layout=str(layout),
+        ok=verdict.ok,
+        loss_diff=measured.loss,
+        grad_norm_diff=measured.grad_norm,
+        weight_diff=measured.weight,
+        eval_diff=measured.evals,
+        ids_equal=measured.ids_equal,
+        first_step=verdict.first_step,
+        first_parameter=verdict.first_parameter,
+        cause=None if verdict.ok else likely_cause(alone.found, found, measured, alone.allowed, verdict),
+        seconds=seconds,
+    )
 
 
 def _covering(demands: Demands, config: RunConfig, left_out: dict[str, str]) -> Iterator[Layout]:
     """The layouts that this machine and this model can have; the others go to `left_out`, each with its reason."""
     most = _most_ranks(config)
+    from meshrun.cli.rank import how_of
+
     for layout in map(parse, COVERING):
-        objection = demands.objection(layout)
+        objection = _objection(demands, layout, how_of(config))
         if layout.size > most:
             left_out[str(layout)] = f"{layout.size} ranks are more than suit this machine ({most})"
         elif objection is not None:
@@ -209,6 +236,21 @@ def _covering(demands: Demands, config: RunConfig, left_out: dict[str, str]) -> 
             left_out[str(layout)] = "no tensor plan covers this model, so tp would split nothing"
         else:
             yield layout
+
+
+def _objection(demands: Demands, layout: Layout, how: How) -> str | None:
+    """Why the program cannot be trained on a layout, or None."""
+    from meshrun.parallel.build import refuse_how
+    from meshrun.train.optim import refuse_unless_by_element
+
+    try:
+        demands.refuse(layout)
+        refuse_how(demands.experiment, layout, how)
+        if layout.fsdp * layout.tp > 1:
+            refuse_unless_by_element(demands.experiment.optimizer, str(layout))
+    except UserError as error:
+        return str(error).removesuffix(" (--layout)")
+    return None
 
 
 def _most_ranks(config: RunConfig) -> int:
@@ -334,7 +376,7 @@ def probe_command(folder: Path, launcher: int) -> None:
     die_with_launcher(launcher)
     from meshrun import mesh
     from meshrun.check.probe import Probing, probe
-    from meshrun.cli.rank import Recorder, _print_to, _start, override
+    from meshrun.cli.rank import Recorder, _print_to, _start, how_of, override
 
     run, rank = RunDirectory(folder), detect(os.environ).rank
     _print_to(run.log_of(rank))
@@ -343,7 +385,7 @@ def probe_command(folder: Path, launcher: int) -> None:
     try:
         here = _start(config)
         experiment, scale, _ = override(make(find(config.target), config.options), config)
-        probe(experiment, here, Probing(run.path, _how(config), scale, recorder))
+        probe(experiment, here, Probing(run.path, how_of(config), scale, recorder))
         mesh.finish()
         recorder.close()
     except BaseException as error:
@@ -352,11 +394,3 @@ def probe_command(folder: Path, launcher: int) -> None:
         sys.stderr.flush()
         # Without the clean-up at the end of a process: it waits for ranks that may be gone.
         os._exit(2 if isinstance(error, UserError) else 1)
-
-
-def _how(config: RunConfig) -> How:
-    """How a step is computed, as far as a run has options for it."""
-    from meshrun.parallel.build import How
-
-    names = [each.name for each in dataclasses.fields(How) if hasattr(config, each.name)]
-    return How(**{name: getattr(config, name) for name in names})

@@ -7,7 +7,7 @@ powersgd     each matrix travels as two thin ones, with what was left out added 
              steps without)
 """
 
-from __future__ import annotations
+# No postponed annotations here: DDP looks at those of the hook, as objects.
 
 import torch
 import torch.distributed as dist

@@ -91,6 +91,7 @@ class Pipeline:
         lasts = {action.stage: number for number, action in enumerate(plans[self._place]) if action.kind in "BI"}
         for number, action in enumerate(plans[self._place]):
             began = time.perf_counter()
+            run.ask_ahead()
             if action.kind == "F":
                 run.forward(step, action)
             elif action.kind == "W":
@@ -117,6 +118,7 @@ class Pipeline:
             run = _Run(self, plans, round_, functions, None)
             with torch.no_grad():
                 for action in plans[self._place]:
+                    run.ask_ahead()
                     run.forward(None, action)
             run.finish()
             sums += run.sums
@@ -155,20 +157,20 @@ class _Run:
         self.sums = torch.zeros(len(functions), 2, dtype=torch.float64, device=pipeline.here.device)
         self._waiting: dict[tuple[int, int], Passed] = {}
         self._totals: dict[int, Tensor] = {}
-        self._posts: dict[tuple[str, int], Incoming] = {}
-        for kind, step in (("F", -1), ("B", 1)):
-            for stage in pipeline.parts:
-                sender = stage + step
-                if 0 <= sender < pipeline.stages:
-                    self._posts[kind, stage] = Incoming(self, plans, kind, stage, sender)
+        self._incoming = {kind: Incoming(self, plans, kind) for kind in ("F", "B")} if pipeline.ranks > 1 else {}
         self._sending: list[tuple[dist.Work, Tensor]] = []
         self.ready = 0.0
         """When the last message that was waited for was there."""
 
+    def ask_ahead(self) -> None:
+        """Ask for the next message of each kind: it can then arrive while this rank computes."""
+        for each in self._incoming.values():
+            each.ask_ahead()
+
     def forward(self, step: int | None, action: Action) -> None:
         pipeline, piece = self.pipeline, self.pieces[action.piece]
         settings, device = pipeline.settings, pipeline.here.device
-        received = self._posts["F", action.stage].take(action.piece) if action.stage else ()
+        received = self._incoming["F"].take(action.stage, action.piece) if action.stage else ()
         self.ready = time.perf_counter()
         training = self.scale is not None
         for each in received:
@@ -204,7 +206,7 @@ class _Run:
             if action.stage == pipeline.stages - 1:
                 self._totals.pop(action.piece).backward()
             else:
-                gradients = self._posts["B", action.stage].take(action.piece)
+                gradients = self._incoming["B"].take(action.stage, action.piece)
                 self.ready = time.perf_counter()
                 pairs = [(out, grad) for out, grad in zip(passed.sent, gradients, strict=True) if out.requires_grad]
                 torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
@@ -216,7 +218,8 @@ class _Run:
     def shapes_of(self, kind: str, stage: int, piece: int) -> list[tuple[torch.Size, torch.dtype]] | None:
         """What a message to a stage consists of; None if the sender has to say so first."""
         if kind == "B":
-            return [(each.shape, each.dtype) for each in self._waiting[stage, piece].sent]
+            passed = self._waiting.get((stage, piece))
+            return None if passed is None else [(each.shape, each.dtype) for each in passed.sent]
         return self.pipeline._shapes.get(self._signature(stage, piece))
 
     def _signature(self, stage: int, piece: int) -> Any:
@@ -248,37 +251,49 @@ class _Run:
 
 
 class Incoming:
-    """The messages of one kind to one stage, asked for in the order in which the sender sends them, one ahead."""
+    """The messages of one kind to this rank, asked for in the order in which their sender sends them.
 
-    def __init__(self, run: _Run, plans: list[list[Action]], kind: str, stage: int, sender: int) -> None:
-        self.run, self.kind, self.stage = run, kind, stage
+    Activations come from the rank before and gradients from the one after; the first and the last are neighbours too.
+    """
+
+    def __init__(self, run: _Run, plans: list[list[Action]], kind: str) -> None:
+        self.run, self.kind = run, kind
         pipeline = run.pipeline
-        self.peer = pipeline._peers[sender % pipeline.ranks]
-        self.lane = pipeline._lanes[kind, min(stage, sender) % pipeline.ranks == pipeline.ranks - 1]
-        kinds = "F" if kind == "F" else "BI"
+        place, step, kinds = pipeline.here.place("pp"), *((1, "F") if kind == "F" else (-1, "BI"))
+        sender = (place - step) % pipeline.ranks
+        self.peer = pipeline._peers[sender]
+        self.around = place == 0 if kind == "F" else place == pipeline.ranks - 1
         self.coming = deque(
-            each.piece for each in plans[sender % pipeline.ranks] if each.stage == sender and each.kind in kinds
+            (each.stage + step, each.piece)
+            for each in plans[sender]
+            if each.kind in kinds and 0 <= each.stage + step < pipeline.stages
         )
-        self.posted: dict[int, list[tuple[dist.Work, Tensor]]] = {}
+        self.posted: dict[tuple[int, int], list[tuple[dist.Work, Tensor]]] = {}
 
-    def take(self, piece: int) -> tuple[Tensor, ...]:
-        while piece not in self.posted:
-            self._post(self.coming.popleft())
-        messages = self.posted.pop(piece)
+    def take(self, stage: int, piece: int) -> tuple[Tensor, ...]:
+        while (stage, piece) not in self.posted:
+            self._post()
+        messages = self.posted.pop((stage, piece))
         for work, _ in messages:
             work.wait()
         device = self.run.pipeline.here.device
         return tuple(tensor.to(device) for _, tensor in messages)
 
-    def _post(self, piece: int) -> None:
-        device = self.run.pipeline.here.device
-        shapes = self.run.shapes_of(self.kind, self.stage, piece)
+    def ask_ahead(self) -> None:
+        """Ask for the next message, if none is asked for and it is known what it consists of."""
+        if not self.posted and self.coming and self.run.shapes_of(self.kind, *self.coming[0]) is not None:
+            self._post()
+
+    def _post(self) -> None:
+        stage, piece = self.coming.popleft()
+        device, lane = self.run.pipeline.here.device, self.run.pipeline._lanes[self.kind, self.around]
+        shapes = self.run.shapes_of(self.kind, stage, piece)
         if shapes is None:
-            work, header = self.lane.receive((_HEADER,), torch.int64, self.peer, device)
+            work, header = lane.receive((_HEADER,), torch.int64, self.peer, device)
             work.wait()
             shapes = _from_header(header)
-            self.run.pipeline._shapes[self.run._signature(self.stage, piece)] = shapes
-        self.posted[piece] = [self.lane.receive(shape, dtype, self.peer, device) for shape, dtype in shapes]
+            self.run.pipeline._shapes[self.run._signature(stage, piece)] = shapes
+        self.posted[stage, piece] = [lane.receive(shape, dtype, self.peer, device) for shape, dtype in shapes]
 
 
 @dataclass

@@ -9,7 +9,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,6 +63,11 @@ class Net(nn.Module):
         return self.out(F.gelu(self.hidden(x.flatten(1))))
 
 
+def segments(net: Any) -> Sequence[nn.Module]:
+    """The network as modules applied in order."""
+    return [net.first, net.second, net.hidden, net.out]
+
+
 def experiment(width: int = 128, lr: float = 2e-3) -> Experiment:
     """Handwritten digits.
 
@@ -77,6 +84,6 @@ def experiment(width: int = 128, lr: float = 2e-3) -> Experiment:
         schedule=Schedule("cosine", warmup=0.05),
         batch=64,
         epochs=3,
-        segments=lambda net: [net.first, net.second, net.hidden, net.out],
+        segments=segments,
         tensor_plan={"hidden": "colwise", "out": "rowwise"},
     )

@@ -1,9 +1,10 @@
-"""Whether a program trains the same everywhere: planted mistakes are caught and named, correct programs raise no alarm."""
+"""Whether a program trains the same everywhere: planted mistakes are caught and named, correct ones raise no alarm."""
 
 from __future__ import annotations
 
 import importlib
 import json
+import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from meshrun.check.probe import LARGEST, WEIGHTS, Found, Probing, probe
 from meshrun.check.verify import Allowed, Measured, Verdict, allow, judge, measure, weight_differences
 from meshrun.layout import parse
 from meshrun.parallel.build import How
-from tests.launch.command import Ended, meshrun
+from tests.launch.command import MODULE, Ended
 from tests.ranks import run_on_ranks
 
 PROGRAMS = Path(__file__).parent / "programs"
@@ -121,23 +122,19 @@ def test_a_correct_program_raises_no_alarm(name: str, layout: str, tmp_path: Pat
     assert compared.verdict.ok, (compared.cause, compared.measured, compared.allowed)
     assert not compared.allowed.depends_on_micro
     assert compared.measured.losses[0] < TOLERANCE
-    print(
-        name,
-        layout,
-        "noise",
-        compared.noise.loss,
-        compared.noise.grad_norm,
-        compared.noise.parameter,
-        compared.noise.weight,
-        compared.noise.evals,
-    )
-    print(
-        compared.measured.loss,
-        compared.measured.grad_norm,
-        compared.measured.parameter,
-        compared.measured.weight,
-        compared.measured.evals,
-    )
+
+
+@pytest.mark.parametrize("layout", ["dp=2", "dp=3", "fsdp=2"])
+def test_a_model_that_blows_rounding_up_raises_no_alarm(layout: str, tmp_path: Path):
+    compared = Trainings("correct:sines", tmp_path).on(layout)
+    assert compared.measured.loss > 1e-2 and compared.noise.loss > 1e-2, "it must blow rounding up"
+    assert compared.verdict.ok, (compared.cause, compared.measured, compared.allowed)
+
+
+def test_a_mistake_is_caught_in_a_model_that_blows_rounding_up(tmp_path: Path):
+    compared = Trainings("mistakes:scaled_sines", tmp_path).on("dp=2")
+    assert not compared.verdict.ok and compared.verdict.first_step == 1
+    assert compared.cause.startswith("the gradient is 2 times")
 
 
 def test_local_clipping_that_sees_the_whole_gradient_is_no_mistake(tmp_path: Path):
@@ -158,7 +155,7 @@ def test_gradient_norms_of_parameters_add_up_to_the_whole_on_every_layout(tmp_pa
         run_on_ranks(__file__, "train", parse(layout).size, kwargs, timeout=50)
         found = Found.read(trainings)
         for norm, parameters in zip(found.grad_norms, found.gradients, strict=True):
-            assert sum(value**2 for value in parameters.values()) ** 0.5 == pytest.approx(norm, rel=1e-6)
+            assert sum(value**2 for value in parameters.values()) ** 0.5 == pytest.approx(norm, rel=1e-5)
             assert list(parameters) == ["0.weight", "0.bias", "3.weight", "3.bias"]
 
 
@@ -201,6 +198,13 @@ def test_rounding_widens_the_tolerance_from_the_step_on_in_which_it_grows():
     assert not verdict.ok and verdict.first_step == 1 and verdict.first_parameter == "w"
 
 
+def test_rounding_above_the_tolerance_in_one_number_widens_it_for_all():
+    noise = measured([1e-7, 1e-7], grad_norms=[1e-7, 1e-3], weights={"w": 1e-7})
+    allowed = allow(TOLERANCE, noise, 2)
+    assert allowed.losses == pytest.approx([1e-5, 1e-2])
+    assert allowed.weight == allowed.evals == pytest.approx(1e-2)
+
+
 def test_a_model_that_depends_on_micro_batches_does_not_widen_the_tolerance():
     allowed = allow(TOLERANCE, measured([1e-2, 1e-2, 1e-2]), 3)
     assert allowed.depends_on_micro
@@ -233,12 +237,16 @@ def test_a_sample_on_the_border_is_no_difference_but_more_of_them_are(tmp_path: 
 
 
 def verify(folder: Path, program: str, *words: object) -> Ended:
+    """As people call it; with patience, for it starts several trainings on a machine that may be busy."""
     file, _, function = program.partition(":")
-    return meshrun(folder, "verify", f"{PROGRAMS / file}.py:{function}", *words)
+    command = [*MODULE, "verify", f"{PROGRAMS / file}.py:{function}", *map(str, words)]
+    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=290, check=False)
+    return Ended(ran.returncode, ran.stdout, ran.stderr)
 
 
+@pytest.mark.timeout(300)
 def test_verify_says_of_each_layout_whether_it_trains_the_same(tmp_path: Path):
-    """One that is right, one that is wrong, one on which a rank fails, and one that the model cannot have."""
+    """One that is right, one that is wrong, and one that the model cannot have."""
     ended = verify(tmp_path, "mistakes:local_clipping", "--layouts", "dp=2; fsdp=2; pp=4", "--steps", 3, "--json")
     assert ended.status == 1, ended.err
     document = ended.document
@@ -254,6 +262,7 @@ def test_verify_says_of_each_layout_whether_it_trains_the_same(tmp_path: Path):
     assert not list(tmp_path.iterdir()), "nothing is left behind unless asked for"
 
 
+@pytest.mark.timeout(300)
 def test_a_rank_that_fails_is_a_layout_that_differs(tmp_path: Path):
     ended = verify(tmp_path, "mistakes:failing_rank", "--layouts", "dp=2", "--keep", "kept")
     assert ended.status == 1, ended.err

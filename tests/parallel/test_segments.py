@@ -1,4 +1,4 @@
-"""The modules that a model applies in order: found where models are built of like blocks, and refused where they lie."""
+"""The modules that a model applies in order: found where it is built of like blocks, refused where they cannot be."""
 
 from __future__ import annotations
 

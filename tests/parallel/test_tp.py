@@ -1,4 +1,4 @@
-"""Plans of tensor parallelism: found, matched, checked before any process exists, and what they leave whole is named."""
+"""Plans of tensor parallelism: found, matched and checked before any process exists; what stays whole is named."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ def test_matrices_with_something_pointwise_between_them_are_split_in_pairs():
     )
     plan = tp.plan_for(model, None)
     assert plan.styles == {
-        **{"0": "colwise", "2": "features", "3": "rowwise"},
-        **{"5": "colwise", "7": "rowwise"},
+        "0": "colwise", "2": "features", "3": "rowwise",
+        "5": "colwise", "7": "rowwise",
     }
     assert plan.whole(model) == ["8"]
 

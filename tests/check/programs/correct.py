@@ -9,7 +9,7 @@ from torch.utils.data import Subset
 
 from meshrun import Experiment, accuracy, cross_entropy
 from meshrun.recipes.digits import Digits
-from tests.check.programs.mistakes import points, small
+from tests.check.programs.mistakes import Sines, small
 
 
 def multilayer() -> Experiment:
@@ -35,17 +35,20 @@ class Convolutions(nn.Module):
 
 
 def convolutions() -> Experiment:
-    """Long enough, and at a learning rate, for rounding to grow far above the tolerance."""
     return Experiment(
         model=Convolutions,
         train=Subset(Digits("train"), range(512)),
         evals={"val": Subset(Digits("val"), range(101))},
         loss=cross_entropy,
         metrics={"accuracy": accuracy},
-        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-2),
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=2e-3),
         batch=64,
-        steps=30,
+        steps=10,
     )
+
+
+def sines() -> Experiment:
+    return small(model=Sines, steps=20, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 
 
 class Encoder(nn.Module):
@@ -67,5 +70,4 @@ def encoder() -> Experiment:
         model=Encoder,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-3),
         steps=8,
-        train=points(40),
     )

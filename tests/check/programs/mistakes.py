@@ -61,9 +61,9 @@ def mean_of_means() -> Experiment:
 
 
 class Scaled(nn.Module):
-    def __init__(self, clips: bool = False) -> None:
+    def __init__(self, layers: nn.Module | None = None) -> None:
         super().__init__()
-        self.layers = net()
+        self.layers = layers or net()
         for parameter in self.layers.parameters():
             parameter.register_hook(lambda gradient: gradient * ranks())
 
@@ -73,6 +73,21 @@ class Scaled(nn.Module):
 
 def scaled_gradient() -> Experiment:
     return small(model=Scaled)
+
+
+class Sines(nn.Module):
+    """So steep that rounding grows sixfold in a step, to the size of the loss itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.out = nn.Linear(5, 16), nn.Linear(16, 16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.sin(6 * self.second(torch.sin(6 * self.first(x)))))
+
+
+def scaled_sines() -> Experiment:
+    return small(model=lambda: Scaled(Sines()), steps=20)
 
 
 def scaled_and_clipped_gradient() -> Experiment:

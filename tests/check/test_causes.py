@@ -1,0 +1,136 @@
+"""From the traces that a mistake leaves to the sentence that names it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from meshrun.check.causes import likely_cause
+from meshrun.check.probe import Found, Tried
+from meshrun.check.verify import Measured, Verdict, allow
+
+SAME = Found(
+    layout="dp=1",
+    world=1,
+    replicas=1,
+    losses=[1.0, 0.9],
+    grad_norms=[5.0, 5.0],
+    gradients=[{"w": 3.0, "b": 4.0}] * 2,
+    evals={},
+    length=20,
+    ids="i",
+    samples={"3": "x", "11": "y"},
+    unstable=[],
+    pieces=[12],
+    factors=[[1.0, 1.0]],
+    torn=[],
+)
+ON_TWO = replace(SAME, layout="dp=2", world=2, replicas=2, pieces=[6], factors=[[1.0, 1.0]] * 2)
+
+
+def cause(reference: Found, other: Found, losses: tuple[float, float] = (0.0, 0.1), **changes: Any) -> str:
+    """The sentence for losses that part by so much; unless told, at the second step."""
+    steps = {"losses": list(losses), "grad_norms": [0.0, 0.1], "parameters": [{"w": 0.0, "b": 0.0}] * 2}
+    end = {"weights": {"w": 0.1}, "evals": 0.1, "counts_equal": True, "ids_equal": True}
+    measured = Measured(**{**steps, **end, **changes})
+    first = next((step for step, loss in enumerate(measured.losses, 1) if loss > 1e-5), None)
+    return likely_cause(reference, other, measured, allow(1e-5, None, 2), Verdict(False, first, "w"))
+
+
+def gradients(w: float, b: float) -> list[dict[str, float]]:
+    return [{"w": w, "b": b}, {"w": 1.0, "b": 1.0}]
+
+
+EVERYTHING = Tried(draws=["block: aten.bernoulli_ at net.py:3", "head: aten.rand"], batchnorms=["bn"], loss="mean")
+
+CASES = {
+    "another length": (
+        replace(SAME, tried=EVERYTHING),
+        replace(ON_TWO, length=10),
+        "the training set has 10 samples here and 20 in one process: its length must not depend on the process",
+    ),
+    "other samples": (SAME, replace(ON_TWO, ids="j"), "the ranks together did not train on the samples that"),
+    "data that change": (
+        replace(SAME, unstable=[7, 9], tried=EVERYTHING),
+        replace(ON_TWO, samples={"3": "z"}),
+        "the dataset is not deterministic: sample 7 was not the same when it was read again",
+    ),
+    "data of another rank": (
+        replace(SAME, tried=EVERYTHING),
+        replace(ON_TWO, samples={"3": "x", "11": "x", "12": "q"}),
+        "the dataset gives other data on these ranks: sample 11 is not what one process reads (1 of 2 samples differ)",
+    ),
+    "random numbers": (
+        replace(SAME, tried=EVERYTHING),
+        ON_TWO,
+        "the model draws its own random numbers, which no two meshes draw alike: "
+        "block: aten.bernoulli_ at net.py:3 and 1 more",
+    ),
+    "BatchNorm": (
+        replace(SAME, tried=Tried(batchnorms=["a", "b", "c"], loss="mean")),
+        ON_TWO,
+        "BatchNorm (a, b and 1 more) takes its statistics from a micro-batch, which has 6 samples here and 12 in one "
+        "process; --sync-batchnorm takes them over all ranks",
+    ),
+    "gradient times the ranks": (
+        SAME,
+        replace(ON_TWO, gradients=gradients(6.0, 8.0)),
+        "the gradient is 2 times that of one process, and there are 2 ranks",
+    ),
+    "gradient divided by the ranks": (
+        SAME,
+        replace(ON_TWO, world=4, gradients=gradients(0.75, 1.0)),
+        "the gradient is 1/4 of that of one process, and there are 4 ranks",
+    ),
+    "gradient of one parameter times the ranks": (
+        SAME,
+        replace(ON_TWO, gradients=gradients(3.0, 8.0)),
+        "the gradient of b is 2 times that of one process",
+    ),
+    "clipping by part": (
+        replace(SAME, factors=[[1.0, 0.5]]),
+        replace(ON_TWO, factors=[[1.0, 0.5], [1.0, 0.7]]),
+        "the optimizer scales gradients by the norm of the part that its rank holds: by 0.7 on rank 1 and by 0.5 in "
+        "one process, at step 2",
+    ),
+    "replicas that part": (SAME, replace(ON_TWO, torn=["w"]), "ranks that should hold the same values of w do not"),
+    "nothing to go by": (
+        SAME,
+        ON_TWO,
+        "the losses part at step 2 (first gradient to differ: w), after equal gradients",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_trace_is_taken_for_its_mistake(case: str):
+    reference, other, sentence = CASES[case]
+    assert cause(reference, other).startswith(sentence)
+
+
+def test_a_loss_that_does_not_add_up_is_the_cause_only_if_the_first_loss_differs():
+    mean, other = (replace(SAME, tried=Tried(loss=kind)) for kind in ("mean", "other"))
+    assert cause(mean, ON_TWO, (0.1, 0.1)).startswith("the loss returns a mean where it must return a sum")
+    assert cause(other, ON_TWO, (0.1, 0.1)).startswith("the loss of a batch is not the sum of the losses of its parts")
+    assert cause(mean, ON_TWO).startswith("the losses part at step 2")
+
+
+def test_batchnorm_is_no_cause_where_micro_batches_are_the_same():
+    reference = replace(SAME, tried=Tried(batchnorms=["bn"]))
+    on_tensor_parallel_ranks = replace(ON_TWO, layout="tp=2", replicas=1, pieces=[12])
+    assert cause(reference, on_tensor_parallel_ranks).startswith("the losses part")
+
+
+def test_a_factor_that_is_no_number_of_ranks_is_no_scaling():
+    assert "times that of one process" not in cause(SAME, replace(ON_TWO, gradients=gradients(6.0, 4.4)))
+
+
+def test_without_a_trace_the_sentence_says_which_part_of_a_step_differs():
+    assert cause(SAME, ON_TWO, (0.1, 0.1)) == "the forward pass computes something else from step 1 on, parameter w"
+    agreed = (0.0, 0.0)
+    assert cause(SAME, ON_TWO, agreed) == "all steps agree, but the final values of w do not"
+    assert cause(SAME, ON_TWO, agreed, weights={"w": 0.0}).startswith(
+        "the training agrees, but the evaluation does not"
+    )
