@@ -73,8 +73,8 @@ def main() -> int:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--unit", type=float, default=160, help="ms of a micro-batch's forward pass on a rank (160)")
-    parser.add_argument("--steps", type=int, default=2, help="steps that are measured, after one that is not (2)")
+    parser.add_argument("--unit", type=float, default=200, help="ms of a micro-batch's forward pass on a rank (200)")
+    parser.add_argument("--steps", type=int, default=3, help="steps that are measured, after one that is not (3)")
     parser.add_argument("--svg", type=Path, help="draw the last step of every schedule into this file")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser.parse_args()

@@ -193,7 +193,7 @@ for name in {names}:
     in_fresh_python("-c", program)
 
 
-HELPS = [["--help"], ["run", "--help"], ["recipes"]]
+HELPS = [["--help"], ["run", "--help"], ["verify", "--help"], ["recipes"]]
 
 
 @pytest.mark.parametrize("words", HELPS, ids=" ".join)

@@ -85,7 +85,7 @@ def rank_command(folder: Path, launcher: int) -> None:
     """`meshrun rank RUN PID`: a process that our launcher, process PID, has started."""
     die_with_launcher(launcher)
     run, rank = RunDirectory(folder), detect(os.environ).rank
-    _print_to(run.log_of(rank))
+    print_to(run.log_of(rank))
     config = run.config()
     target = find(config.target)
     recorder = Recorder(run, rank, None)
@@ -109,7 +109,7 @@ def rank_command(folder: Path, launcher: int) -> None:
 
 def work(config: RunConfig, target: Target, tell: Tell) -> dict[str, Any]:
     """Train as a rank that meshrun did not start (torchrun, MPI, Slurm, or this process alone)."""
-    here = _start(config)
+    here = start_rank(config)
     made = str(RunDirectory.create(config).path) if here.rank == 0 else None
     run = RunDirectory(Path(here.from_rank_0(made)))
     if not (run.path / "config.json").is_file():
@@ -156,7 +156,7 @@ def run_script(config: RunConfig, target: Target) -> None:
 
 def _train(config: RunConfig, run: RunDirectory, target: Target, recorder: Recorder) -> dict[str, Any]:
     began = time.time()
-    here = _start(config)
+    here = start_rank(config)
     experiment, scale, note = override(make(target, config.options), config)
     trainer = Trainer(
         experiment,
@@ -252,7 +252,7 @@ def _resolved(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _start(config: RunConfig) -> mesh.Here:
+def start_rank(config: RunConfig) -> mesh.Here:
     mesh.use(_meeting(config))
     return mesh.start()
 
@@ -267,7 +267,7 @@ def how_of(config: RunConfig) -> How:
     return How(**{each.name: getattr(config, each.name) for each in dataclasses.fields(How)})
 
 
-def _print_to(log: Path) -> None:
+def print_to(log: Path) -> None:
     """Send all that this process prints to its log, also what libraries print."""
     file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)

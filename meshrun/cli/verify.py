@@ -231,7 +231,7 @@ def _covering(demands: Demands, config: RunConfig, left_out: dict[str, str]) -> 
         if layout.size > most:
             left_out[str(layout)] = f"{layout.size} ranks are more than suit this machine ({most})"
         elif objection is not None:
-            left_out[str(layout)] = objection
+            left_out[str(layout)] = objection.partition("; layouts of ")[0]
         elif layout.tp > 1 and not demands.plan.styles:
             left_out[str(layout)] = "no tensor plan covers this model, so tp would split nothing"
         else:
@@ -322,8 +322,8 @@ class _Shown:
 
 def _show(outcome: Outcome, label: str, console: Console) -> None:
     table = Table(title=f"{label}: {outcome.steps} steps against one process", title_justify="left")
-    table.add_column("layout")
-    for name in ("losses", "gradient norms", "weights", "evaluation"):
+    table.add_column("layout", no_wrap=True)
+    for name in ("losses", "norms", "weights", "eval"):
         table.add_column(name, justify="right")
     table.add_column("samples")
     table.add_column("verdict")
@@ -334,17 +334,26 @@ def _show(outcome: Outcome, label: str, console: Console) -> None:
         table.add_row(row.layout, *map(_number, numbers), samples, verdict)
     console.print(table)
     say: Callable[[str], None] = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
-    for row in outcome.rows:
-        if not row.ok:
-            where = [f"step {row.first_step}"] * bool(row.first_step)
-            where += [f"parameter {row.first_parameter}"] * bool(row.first_parameter)
-            say(f"{row.layout}: " + (f"first at {', '.join(where)}; " if where else "") + str(row.cause))
+    for reason, layouts in _reasons(outcome.rows).items():
+        say(f"{'; '.join(layouts)}: {reason}")
     say(_of_noise(outcome))
     for layout, why in outcome.left_out.items():
         say(f"left out: {layout}: {why}")
     bad = sum(not row.ok for row in outcome.rows)
     count = len(outcome.rows)
     say(f"{bad} of {count} layouts do not train as one process does" if bad else _all_same(outcome))
+
+
+def _reasons(rows: list[Row]) -> dict[str, list[str]]:
+    """Where and why layouts differ -> those of which it is true."""
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        if not row.ok:
+            where = [f"step {row.first_step}"] * bool(row.first_step)
+            where += [f"parameter {row.first_parameter}"] * bool(row.first_parameter)
+            reason = (f"first at {', '.join(where)}; " if where else "") + str(row.cause)
+            found.setdefault(reason, []).append(row.layout)
+    return found
 
 
 def _all_same(outcome: Outcome) -> str:
@@ -376,14 +385,14 @@ def probe_command(folder: Path, launcher: int) -> None:
     die_with_launcher(launcher)
     from meshrun import mesh
     from meshrun.check.probe import Probing, probe
-    from meshrun.cli.rank import Recorder, _print_to, _start, how_of, override
+    from meshrun.cli.rank import Recorder, print_to, start_rank, how_of, override
 
     run, rank = RunDirectory(folder), detect(os.environ).rank
-    _print_to(run.log_of(rank))
+    print_to(run.log_of(rank))
     config = run.config()
     recorder = Recorder(run, rank, None)
     try:
-        here = _start(config)
+        here = start_rank(config)
         experiment, scale, _ = override(make(find(config.target), config.options), config)
         probe(experiment, here, Probing(run.path, how_of(config), scale, recorder))
         mesh.finish()

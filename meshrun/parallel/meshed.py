@@ -20,15 +20,15 @@ from torch.distributed.tensor import DTensor
 
 from meshrun.layout import AXES
 from meshrun.mesh import Here
-from meshrun.parallel import buffers, cp, fsdp
+from meshrun.parallel import buffers, cp, fsdp, gather
 from meshrun.parallel.pipeline import Pipeline
-from meshrun.parallel.placed import TYPES, Cutting, Outcome, Piece, Score, Shard, norms, persistent_buffers
+from meshrun.parallel.placed import Cutting, Outcome, Piece, Score, Shard, norms, persistent_buffers
 
 _BUCKET = 25 << 20
 """Bytes of gradients that travel together."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Held:
     """A parameter of the model of which this rank holds all or a part."""
 
@@ -70,7 +70,11 @@ class Meshed:
     def __init__(
         self, here: Here, pipeline: Pipeline, held: list[Held], model: nn.Module, cutting: Cutting, notes: list[str]
     ) -> None:
-        self.here, self.pipeline, self.held, self.model = here, pipeline, held, model
+        self.here, self.pipeline, self.model = here, pipeline, model
+        first = {(each.name, each.block): each for each in reversed(held)}
+        self.held = [each for each in held if each is first[each.name, each.block]]
+        """What this rank holds, once each; `_copied` are the further copies that its other stages compute with."""
+        self._copied = [(each, first[each.name, each.block]) for each in held if each not in self.held]
         self.cutting, self.notes = cutting, notes
         layout = here.layout
         self._sharded = layout.fsdp > 1
@@ -78,9 +82,9 @@ class Meshed:
         self._counts_here = here.place("tp") == 0 and here.place("pp") == layout.pp - 1
         reduced = here.submesh("dp", "cp") if not self._sharded else None
         self._reduced = reduced.get_group() if reduced is not None else None
-        self._ties = _ties(here, held)
+        self._ties = _ties(here, self.held)
         stages = {name: len(ranks) for name, (ranks, _) in self._ties.items()}
-        self.trained = [each for each in held if each.parameter.requires_grad]
+        self.trained = [each for each in self.held if each.parameter.requires_grad]
         self.shards = [
             Shard(each.name, _plain(each.parameter), self._copies(each, stages.get(each.name, 1)))
             for each in self.trained
@@ -93,17 +97,19 @@ class Meshed:
         return layout.size // layout.pp // parts * stages
 
     def step(self, step: int, pieces: list[Piece], samples: int, loss: Score) -> Outcome:
+        self._same_on_all_chunks()
         own = self.pipeline.train(step, [self._mine(each) for each in pieces], self._divided_by / samples, loss)
         self._finish_gradients()
-        gradients = [each.parameter.grad for each in self.shards if each.parameter.grad is not None]
+        gradients = self._gradients()
         copies = [each.copies for each in self.shards if each.parameter.grad is not None]
-        squares = norms(gradients) ** 2 if gradients else own.new_zeros(0)
+        squares = norms(gradients).to(own.device) ** 2 if gradients else own.new_zeros(0)
         share = (squares / torch.tensor(copies, dtype=torch.float64, device=own.device)).sum()
         everyone = torch.cat([own if self._counts_here else torch.zeros_like(own), share.reshape(1)])
         dist.all_reduce(everyone)
         return Outcome(own, everyone[:2], everyone[2].sqrt())
 
     def scores(self, pieces: Iterable[Piece], functions: Mapping[str, Score]) -> Tensor:
+        self._same_on_all_chunks()
         sums = self.pipeline.score(map(self._mine, pieces), functions)
         return sums if self._counts_here else torch.zeros_like(sums)
 
@@ -129,57 +135,76 @@ class Meshed:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors, one after the other: put together along tp and fsdp, and sent to rank 0 from their stage."""
-        held = {name: blocks for part in self.pipeline.parts.values() for name, blocks in self._state(part).items()}
+        held = self._state()
         homes: dict[str, int] = {}
         for rank, names in enumerate(self.here.gathered(list(held))):
             homes |= {name: self.here.layout.coordinates(rank)["pp"] for name in names if name not in homes}
         for name, stage in homes.items():
             leader = self.here.layout.rank_of(dict.fromkeys(AXES, 0) | {"pp": stage})
-            whole = _joined(held[name]) if self.here.place("pp") == stage else None
+            whole = self._whole(held[name]) if self.here.place("pp") == stage else None
             if stage and self.here.rank == leader:
                 assert whole is not None
-                _send(whole)
+                gather.send(whole, to=0)
             if self.here.rank == 0:
-                yield name, _receive(leader) if whole is None else whole
+                yield name, gather.receive(leader) if whole is None else whole
 
-    def _state(self, part: nn.Module) -> dict[str, list[Tensor]]:
-        """The blocks of each of the model's own parameters and persistent buffers that a part holds."""
-        held: dict[str, list[Tensor]] = {}
+    def _state(self) -> dict[str, list[Held] | Tensor]:
+        """Each of the model's own parameters, as the blocks that this rank has of it, and its persistent buffers."""
+        state: dict[str, list[Held] | Tensor] = {}
         for each in self.held:
-            held.setdefault(each.name, []).append(each.parameter)
-        model = part.model
-        assert isinstance(model, nn.Module)
-        return held | {name: [tensor] for name, tensor in persistent_buffers(model)}
+            blocks = state.setdefault(each.name, [])
+            assert isinstance(blocks, list)
+            blocks.append(each)
+        for part in self.pipeline.parts.values():
+            assert isinstance(part.model, nn.Module)
+            state |= dict(persistent_buffers(part.model))
+        return state
+
+    def _whole(self, blocks: list[Held] | Tensor) -> Tensor:
+        if isinstance(blocks, Tensor):
+            return local(blocks).detach().cpu()
+        whole = [gather.whole(each.parameter, each.split_dim, self.here) for each in blocks]
+        return whole[0] if len(whole) == 1 else torch.cat(whole)
+
+    def _same_on_all_chunks(self) -> None:
+        """Bring copies of a parameter that several stages of this rank hold up to date."""
+        with torch.no_grad():
+            for copy, first in self._copied:
+                copy.local.copy_(first.local)
 
     def _finish_gradients(self) -> None:
         """Make the gradients of this step those of all replicas, on the shards."""
         if self._sharded:
             for part in self.pipeline.parts.values():
                 fsdp.settle(part)
+        partial: list[Tensor] = []
         for held, shard in zip(self.trained, self.shards, strict=True):
-            parameter, gradient = held.parameter, held.parameter.grad
-            if isinstance(gradient, DTensor):
-                assert isinstance(parameter, DTensor)
-                if gradient.placements != parameter.placements:
-                    gradient = gradient.redistribute(placements=parameter.placements)
-                shard.parameter.grad, parameter.grad = gradient.to_local(), None
+            shard.parameter.grad = _taken(held.parameter, partial)
+        for copy, first in self._copied:
+            gradient = _taken(copy.parameter, partial)
+            copy.parameter.grad = None
+            shard = self.shards[self.trained.index(first)]
+            if gradient is not None:
+                own = shard.parameter.grad
+                shard.parameter.grad = gradient if own is None else own + gradient
+        if partial:
+            mesh = self.here.submesh("tp")
+            assert mesh is not None
+            _sum(partial, mesh.get_group())
         if self._used is None:
             self._used = self._used_anywhere()
         for used, shard in zip(self._used, self.shards, strict=True):
             if used and shard.parameter.grad is None:
                 shard.parameter.grad = torch.zeros_like(shard.parameter)
         if self._reduced is not None:
-            _sum([each.parameter.grad for each in self.shards if each.parameter.grad is not None], self._reduced)
+            _sum(self._gradients(), self._reduced)
         for name, (_, group) in self._ties.items():
             if group is not None:
-                _sum(
-                    [
-                        each.parameter.grad
-                        for each in self.shards
-                        if each.name == name and each.parameter.grad is not None
-                    ],
-                    group,
-                )
+                _sum(self._gradients(name), group)
+
+    def _gradients(self, name: str | None = None) -> list[Tensor]:
+        found = [each.parameter.grad for each in self.shards if name in (None, each.name)]
+        return [each for each in found if each is not None]
 
     def _used_anywhere(self) -> list[bool]:
         """Which parameters some rank has a gradient of: one that nobody uses must stay without, as in one process."""
@@ -188,25 +213,19 @@ class Meshed:
         return [each.name in everywhere for each in self.shards]
 
 
-def _joined(blocks: list[Tensor]) -> Tensor:
-    whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in blocks]
-    return (whole[0] if len(whole) == 1 else torch.cat(whole)).detach().cpu()
-
-
-def _send(tensor: Tensor) -> None:
-    """To rank 0, shape first; from host memory, which every backend can send from."""
-    about = [tensor.dim(), TYPES.index(tensor.dtype), *tensor.shape]
-    dist.send(torch.tensor(about + [0] * (16 - len(about))), 0)
-    dist.send(tensor.contiguous(), 0)
-
-
-def _receive(rank: int) -> Tensor:
-    about = torch.zeros(16, dtype=torch.int64)
-    dist.recv(about, rank)
-    dims, kind, *shape = about.tolist()
-    tensor = torch.empty(shape[:dims], dtype=TYPES[kind])
-    dist.recv(tensor, rank)
-    return tensor
+def _taken(parameter: nn.Parameter, partial: list[Tensor]) -> Tensor | None:
+    """A parameter's gradient as a plain tensor; one that is still to be summed over tp is also added to `partial`."""
+    gradient = parameter.grad
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert isinstance(parameter, DTensor)
+    parameter.grad = None
+    if gradient.placements == parameter.placements:
+        return gradient.to_local()
+    if len(gradient.placements) == 1 and gradient.placements[0].is_partial() and parameter.placements[0].is_replicate():
+        partial.append(gradient.to_local())
+        return partial[-1]
+    return gradient.redistribute(placements=parameter.placements).to_local()
 
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:

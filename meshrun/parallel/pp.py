@@ -1,6 +1,6 @@
 """The axis pp: where a model is cut into stages, and a stage of it.
 
-    trace = follow(model, segments, sample, loss)     # model on the meta device: what is called when, at what cost
+    trace = follow(model, segments, sample)           # model on the meta device: what is called when, at what cost
     cuts = trace.cuts(stages=4)                       # each stage's first segment, so that the slowest is fastest
     part = Part(model, trace, cuts, stage=1)          # a copy of the model that holds and computes this stage only
 

@@ -53,7 +53,7 @@ class Stepper:
             outcome = self.placed.step(data.step, pieces, samples, self._loss)
         gradients = [each.parameter.grad for each in self.placed.shards if each.parameter.grad is not None]
         sums, norm = outcome.sums, outcome.norm
-        if sums.is_cuda:
+        if sums.is_cuda and not any(each.is_cpu for each in gradients[:1]):
             norm = norm_on_device(gradients) if norm is None else norm
             norm = scale_on_device(gradients, norm, samples / sums[1], self.clip)
             values: list[float] | Tensor = torch.stack([sums[0], sums[1], norm.double(), outcome.own[0]])

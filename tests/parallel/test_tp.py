@@ -126,8 +126,11 @@ def test_matrices_with_something_pointwise_between_them_are_split_in_pairs():
     )
     plan = tp.plan_for(model, None)
     assert plan.styles == {
-        "0": "colwise", "2": "features", "3": "rowwise",
-        "5": "colwise", "7": "rowwise",
+        "0": "colwise",
+        "2": "features",
+        "3": "rowwise",
+        "5": "colwise",
+        "7": "rowwise",
     }
     assert plan.whole(model) == ["8"]
 
