@@ -204,7 +204,7 @@ def test_help_loads_no_torch(words: list[str]):
     assert not {name for name in loaded if name.split(".")[0] in ("torch", "numpy")}
 
 
-@pytest.mark.parametrize("words", HELPS[:2], ids=" ".join)
+@pytest.mark.parametrize("words", HELPS[:3], ids=" ".join)
 def test_help_takes_less_than_three_tenths_of_a_second(words: list[str]):
     """Counted in processor time, the least of several: what else runs on the machine must not decide."""
     least = float("inf")

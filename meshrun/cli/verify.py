@@ -385,7 +385,7 @@ def probe_command(folder: Path, launcher: int) -> None:
     die_with_launcher(launcher)
     from meshrun import mesh
     from meshrun.check.probe import Probing, probe
-    from meshrun.cli.rank import Recorder, print_to, start_rank, how_of, override
+    from meshrun.cli.rank import Recorder, how_of, override, print_to, start_rank
 
     run, rank = RunDirectory(folder), detect(os.environ).rank
     print_to(run.log_of(rank))
