@@ -90,8 +90,8 @@ def main() -> int:
 
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15, help="times that both sides have their turn (15)")
-    parser.add_argument("--steps", type=int, default=3, help="updates a turn (3)")
+    parser.add_argument("--rounds", type=int, default=24, help="times that both sides have their turn (24)")
+    parser.add_argument("--steps", type=int, default=2, help="updates a turn (2)")
     parser.add_argument("--layouts", default=LAYOUTS, help="of one axis each, separated by semicolons")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     return parser.parse_args()

@@ -174,7 +174,7 @@ def _replicated(experiment: Experiment, here: Here, how: How, moment: Moment) ->
     _refuse_other(model)
     _same_numbers(model, moment)
     names = segments.find(model, experiment.segments) if how.recompute != "none" or how.compile else []
-    notes = _on_segments([model], list(enumerate(names)), how, moment)
+    notes = _on_segments(model, list(enumerate(names)), how, moment)
     model.to(here.device)
     if how.sync_batchnorm and (mesh := here.submesh("dp")) is not None:
         sync_batchnorms(model, mesh.get_group())
@@ -249,7 +249,7 @@ def _parts(
             sync_batchnorms(model, replicas.get_group())
         if later is not None:
             put_off(model, later)
-        said = _on_segments([model], own, how, moment)
+        said = _on_segments(model, own, how, moment)
         notes += [each for each in said if each not in notes]
         if layout.fsdp > 1:
             _shard(part, [model.get_submodule(name) for _, name in own], here, experiment, how)
@@ -265,9 +265,8 @@ def _same_numbers(model: nn.Module, moment: Moment) -> None:
         torch.backends.mha.set_fastpath_enabled(False)
 
 
-def _on_segments(models: list[nn.Module], own: list[tuple[int, str]], how: How, moment: Moment) -> list[str]:
+def _on_segments(model: nn.Module, own: list[tuple[int, str]], how: How, moment: Moment) -> list[str]:
     """Recompute and compile segments, or all of a model that has none; returns what to tell the user."""
-    (model,) = models
     modules = [(number, model.get_submodule(name)) for number, name in own] or [(0, model)]
     recompute.apply(modules, how.recompute, moment)
     if how.compile:

@@ -65,7 +65,9 @@ class _Attention(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is functional.scaled_dot_product_attention:
+        # A stage asks its stand-ins for shapes on the meta device: there is nothing to send.
+        shapes_only = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
+        if func is functional.scaled_dot_product_attention and not shapes_only:
             return self._causal_self_attention(*args, **(kwargs or {}))
         # A mode is off inside the functions that it sees: attention in there would be of this rank's tokens alone.
         if func is functional.multi_head_attention_forward:

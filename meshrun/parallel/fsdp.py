@@ -4,8 +4,8 @@
     with accumulating(model, "zero3", last=True): loss.backward()
     settle(model)                           # before the optimizer step
 
-torch's `fully_shard` with one unit a segment, and what is outside of them in the outermost unit. The variants differ in
-what is whole, and for how long:
+torch's `fully_shard` with one unit a segment, or a few small ones, and what is outside of them in the outermost unit.
+The variants differ in what is whole, and for how long:
 
     zero3   parameters are whole only while their segment computes; gradients are cut after each micro-batch
     zero2   parameters stay whole from the forward to the backward pass; gradients are cut after each micro-batch
@@ -16,6 +16,7 @@ On a mesh of two axes (dp, fsdp), parts are kept along the second and copies alo
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from typing import cast
 
@@ -43,10 +44,25 @@ def apply(
     pin = mesh.device_type == "cuda"
     kept = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
     reshard = variant == "zero3"
-    units = [each for each in segments if not _shares_parameters(each, model)]
-    for unit in units:
+    for unit in _units([each for each in segments if not _shares_parameters(each, model)]):
         fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=kept)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=kept)
+
+
+def _units(segments: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Segments that travel together: tiny ones, such as a last norm, with a neighbour, since each trip takes time."""
+    sizes = [sum(each.numel() for each in segment.parameters()) for segment in segments]
+    tiny = statistics.median(sizes) / 8 if sizes else 0
+    units: list[list[nn.Module]] = []
+    waiting: list[nn.Module] = []
+    for segment, size in zip(segments, sizes, strict=True):
+        waiting.append(segment)
+        if size >= tiny:
+            units.append(waiting)
+            waiting = []
+    if waiting and units:
+        units[-1] += waiting
+    return units
 
 
 def _shares_parameters(segment: nn.Module, model: nn.Module) -> bool:

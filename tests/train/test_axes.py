@@ -19,7 +19,7 @@ EVERYWHERE = ["fsdp=2", "tp=2", "pp=2", "pp=2:interleaved", "pp=2:zb", "fsdp=2,t
 ELSEWHERE = {
     "small_llama": [
         *("dp=2", "fsdp=2:zero1", "fsdp=2:zero2", "pp=2:gpipe", "cp=2"),
-        *("dp=2,fsdp=2", "pp=2,dp=2", "pp=2,tp=2", "fsdp=2,cp=2"),
+        *("dp=2,fsdp=2", "pp=2,dp=2", "pp=2,tp=2", "fsdp=2,cp=2", "pp=2,cp=2"),
     ],
     "encoder": ["dp=2", "fsdp=2:zero1", "pp=2,tp=2"],
     "gpt2": ["dp=2", "fsdp=2:zero1", "cp=2", "pp=2,dp=2"],
