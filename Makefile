@@ -1,7 +1,7 @@
 # make setup   a virtual environment in .venv with all that demo and test need
 # make demo    train the digits recipe on 2 local processes
 # make test    lint, types, and all tests
-# make bench   the side-by-side benchmarks; installs the peers they compare with
+# make bench   all benchmarks; installs the peers that some compare with
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -32,6 +32,10 @@ lint: setup
 bench: setup
 	@$(PIP) -e '.[peers]'
 	$(BIN)/python benchmarks/overhead.py
+	$(BIN)/python benchmarks/axes.py
+	$(BIN)/python benchmarks/memory.py
+	$(BIN)/python benchmarks/communication.py
+	$(BIN)/python benchmarks/pipeline.py
 
 # The tests also run under the real Open MPI and MPICH. Where they cannot be installed, those tests say so and are skipped.
 launchers:

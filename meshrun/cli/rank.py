@@ -169,8 +169,10 @@ def _train(config: RunConfig, run: RunDirectory, target: Target, recorder: Recor
         record=recorder,
         how=how_of(config),
     )
+    # Each element once, however many ranks hold it.
+    parameters = sum(here.gathered(sum(each.parameter.numel() / each.copies for each in trainer.placed.shards)))
     if here.rank == 0:
-        run.save_config(config, _resolved(trainer))
+        run.save_config(config, {**_resolved(trainer), "parameters": round(parameters)})
         recorder.board = Board.open(run.path / "tensorboard") if config.tensorboard else None
     recorder(
         "start",
@@ -247,7 +249,6 @@ def _resolved(trainer: Trainer) -> dict[str, Any]:
         "workers": trainer.reading.workers,
         "train_samples": len(experiment.train),
         "eval_samples": {name: len(data) for name, data in experiment.evals.items()},
-        "parameters": sum(each.numel() for each in trainer.model.parameters()),
         "versions": {"meshrun": meshrun.__version__, "torch": torch.__version__, "python": platform.python_version()},
     }
 

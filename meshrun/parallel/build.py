@@ -111,12 +111,25 @@ class Demands:
             )
         if layout.tp > 1:
             tp.check(self.model, self.plan, layout.tp)
+            self._check_sequence(layout)
         if layout.cp > 1:
             inputs, targets = self.sample()
             inputs, _, positions = cp.split(inputs, targets, 0, layout.cp)
             cp.with_positions(self.model, inputs, positions)
         if layout.pp > 1:
             pp.refuse_hidden(self.model, self.trace(), self.trace().cuts(stages), self.sample(), self.experiment.loss)
+
+    def _check_sequence(self, layout: Layout) -> None:
+        """Where the plan keeps activations in parts along the sequence, these must be equal."""
+        if not any(style in tp.ALONG_SEQUENCE for style in self.plan.styles.values()):
+            return
+        tokens = cp.tokens_of(self.sample()[0]).shape[1]
+        if tokens % (layout.tp * layout.cp):
+            parts = f"tp={layout.tp}" + (f" and cp={layout.cp}" if layout.cp > 1 else "")
+            raise UserError(
+                f"sequences have {tokens} tokens, which {parts} cannot cut into {layout.tp * layout.cp} equal parts; "
+                f"make the length a multiple of that"
+            )
 
 
 def demands_of(experiment: Experiment, model: nn.Module | None = None) -> Demands:

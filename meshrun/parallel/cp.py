@@ -34,7 +34,7 @@ BACKWARD = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
 def split(inputs: Any, targets: Any, part: int, parts: int) -> tuple[Any, Any, Tensor]:
     """This part's tokens of the inputs and targets of whole sequences, and their positions in these."""
-    tokens = _tokens(inputs)
+    tokens = tokens_of(inputs)
     length = tokens.shape[1]
     for target in _tensors(targets):
         if target.dim() < 2 or target.shape[1] != length:
@@ -134,7 +134,7 @@ def with_positions(model: nn.Module, inputs: Any, positions: Tensor) -> dict[str
             f"{type(model).__name__} takes no positions; under cp a model must take `positions` or `position_ids` "
             f"in its forward, because its tokens are not 0 … T-1 on a rank (--layout)"
         )
-    samples = _tokens(inputs).shape[0]
+    samples = tokens_of(inputs).shape[0]
     named = _named(model, inputs)
     given = named.get(name)
     if given is None:
@@ -163,7 +163,7 @@ def _named(model: nn.Module, inputs: Any) -> dict[str, Any]:
     return dict(zip(names, values, strict=False))
 
 
-def _tokens(inputs: Any) -> Tensor:
+def tokens_of(inputs: Any) -> Tensor:
     """The tensor whose second dimension is the sequence: token ids if there are any, else the first that has one."""
     wide = [each for each in _tensors(inputs) if each.dim() >= 2]
     whole = [each for each in wide if not (each.is_floating_point() or each.is_complex() or each.dtype == torch.bool)]

@@ -50,14 +50,14 @@ def apply(
 
 
 def _units(segments: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Segments that travel together: tiny ones, such as a last norm, with a neighbour, since each trip takes time."""
+    """Segments that travel together: small ones, such as a last norm, with a neighbour, since each trip takes time."""
     sizes = [sum(each.numel() for each in segment.parameters()) for segment in segments]
-    tiny = statistics.median(sizes) / 8 if sizes else 0
+    small = statistics.median(sizes) / 2 if sizes else 0
     units: list[list[nn.Module]] = []
     waiting: list[nn.Module] = []
     for segment, size in zip(segments, sizes, strict=True):
         waiting.append(segment)
-        if size >= tiny:
+        if size >= small:
             units.append(waiting)
             waiting = []
     if waiting and units:

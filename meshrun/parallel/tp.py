@@ -49,6 +49,7 @@ from meshrun.parallel.dropout import KeyedDropout
 SPLIT_OUTPUTS = ("colwise", "colwise_gather", "head")
 SPLIT_INPUTS = ("rowwise", "rowwise_scatter")
 SPLIT_VOCABULARY = ("embedding", "embedding_scatter")
+ALONG_SEQUENCE = ("sequence", "gather", "head", "rowwise_scatter", "embedding_scatter")
 STYLES = (*SPLIT_OUTPUTS, *SPLIT_INPUTS, *SPLIT_VOCABULARY, "sequence", "gather", "features", "heads")
 
 # What Hugging Face's plans call these; what it has beyond them is for mixtures of experts and stays whole here.
