@@ -300,12 +300,16 @@ class Part(nn.Module):
         known: dict[Any, Any] = {}
 
         def forward(*inputs: Any, **named: Any) -> Any:
-            leaves = tree_leaves((inputs, named))
+            leaves = (*inputs, *named.values())
+            leaves = leaves if all(map(_is_plain, leaves)) else tuple(tree_leaves(leaves))
             looks = tuple((each.shape, each.dtype) if isinstance(each, Tensor) else str(each) for each in leaves)
             if looks not in known:
                 with torch.no_grad():
-                    known[looks] = _shaped(twin.forward, inputs, named)[0]
-            return tree_map_only(Tensor, partial(_placeholder, self._spark), known[looks])
+                    shapes = _shaped(twin.forward, inputs, named)[0]
+                known[looks] = tree_map_only(Tensor, partial(_placeholder, self._spark), shapes)
+            # Another object each time, since placeholders are told apart by identity.
+            found = known[looks]
+            return found.detach() if isinstance(found, Tensor) else tree_map_only(Tensor, Tensor.detach, found)
 
         module.forward = forward
 
@@ -318,6 +322,9 @@ class Part(nn.Module):
         module = self.model.get_submodule(name)
 
         def replace(_: nn.Module, inputs: Any, named: Any) -> Any:
+            values = (*inputs, *named.values())
+            if not crossing and all(map(_is_plain, values)) and not any(id(each) in self._brought for each in values):
+                return None
             leaves, form = tree_flatten((inputs, named))
             if crossing:
                 for number, tensor in zip(crossing, self._received, strict=True):
@@ -339,6 +346,11 @@ class Part(nn.Module):
             raise _Reached(tuple(self._known(leaves[number]) for number in crossing))
 
         module.forward = forward
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether there is no tensor inside of a value, unless it is one."""
+    return value is None or isinstance(value, Tensor | int | float | str)
 
 
 def _forget(module: nn.Module) -> None:
