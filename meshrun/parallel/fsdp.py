@@ -44,8 +44,14 @@ def apply(
     pin = mesh.device_type == "cuda"
     kept = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
     reshard = variant == "zero3"
-    for unit in _units([each for each in segments if not _shares_parameters(each, model)]):
-        fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=kept)
+    units = _units([each for each in segments if not _shares_parameters(each, model)])
+    for unit in units:
+        # What comes last in the forward pass comes first in the backward pass: it may stay for that moment.
+        again = reshard and unit is not units[-1]
+        fully_shard(unit, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=kept)
+        if all(isinstance(each, nn.Embedding) for each in unit):
+            # The gradient of a table does not need its values.
+            cast(FSDPModule, unit[0]).set_unshard_in_backward(False)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=kept)
 
 
