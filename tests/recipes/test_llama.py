@@ -134,7 +134,8 @@ def test_weights_are_drawn_by_the_seed_and_smaller_where_layers_add_up():
     first, second = made(), made()
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     block = first.blocks[3]
-    assert first.embed.weight.std().item() == pytest.approx(0.02, rel=0.02)
+    assert first.embed.weight.std().item() == pytest.approx(96**-0.5, rel=0.02)
+    assert Llama(dataclasses.replace(PRESETS["tiny"], tied=True)).embed.weight.std().item() < 0.021
     assert block.ffn.up.weight.std().item() == pytest.approx(0.02, rel=0.03)
     assert block.ffn.down.weight.std().item() == pytest.approx(0.02 / 16**0.5, rel=0.03)
     assert block.attention.wo.weight.std().item() == pytest.approx(0.02 / 16**0.5, rel=0.03)
