@@ -1,7 +1,7 @@
 """How long the ranks of a pipeline are idle, against the formula of its schedule; drawn, too.
 
     python benchmarks/pipeline.py
-    python benchmarks/pipeline.py --svg /tmp/pipelines.svg --json
+    python benchmarks/pipeline.py --svg pipelines.svg --json
 
 Eight equal segments that sleep instead of computing are cut over 2 and 4 ranks, so that ranks need no cores of their
 own: forward for one unit a micro-batch and rank, backward for two, or one and one where the schedule splits it (zb).
