@@ -138,15 +138,7 @@ def batches(replica: int = 0, replicas: int = 1) -> Iterator[tuple[Tensor, Tenso
 
 
 def replicated(here: Here, _: Placed) -> Updates:
-    model = DistributedDataParallel(net(), gradient_as_bucket_view=True)
-    optimizer = adamw(model.parameters())
-    for tokens, targets in batches(here.rank, here.size):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
-        loss.backward()
-        clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        yield loss.item()
+    return updates_of(DistributedDataParallel(net(), gradient_as_bucket_view=True), here)
 
 
 def sharded(here: Here, _: Placed) -> Updates:
@@ -155,6 +147,11 @@ def sharded(here: Here, _: Placed) -> Updates:
     for block in model.blocks:
         fully_shard(block, mesh=here.mesh)
     fully_shard(model, mesh=here.mesh)
+    return updates_of(model, here)
+
+
+def updates_of(model: nn.Module, here: Here) -> Updates:
+    """The loop that every rank with a part of the batch has."""
     optimizer = adamw(model.parameters())
     for tokens, targets in batches(here.rank, here.size):
         optimizer.zero_grad()

@@ -171,7 +171,7 @@ class Sent(TorchDispatchMode):
             return
         kind = next((kind for kind in SHARES if name.startswith(kind)), None)
         if kind is None:
-            raise NotImplementedError(f"the collective {name} is not counted yet")
+            raise NotImplementedError(f"the collective {name} is not one that this benchmark counts")
         group = given.get("process_group", given.get("group_name"))
         tensors = next(value for argument, value in given.items() if argument in INPUTS)
         size = sum(each.numel() * each.element_size() for each in tree_leaves(tensors))

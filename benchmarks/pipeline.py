@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from meshrun import Experiment, Loss, Trainer
 from meshrun.layout import parse
 from meshrun.mesh import Here
-from meshrun.parallel.build import CHUNKS
+from meshrun.parallel.build import chunks_of
 from meshrun.parallel.later import Later
 from meshrun.parallel.meshed import Meshed
 from meshrun.parallel.pipeline import Event
@@ -193,7 +193,7 @@ def summary(layout: str, steps: list[list[list[Busy]]]) -> dict[str, Any]:
     parsed = parse(layout)
     idle = [1 - sum(map(length, every(step))) / (len(step) * duration(step)) for step in steps]
     pieces = MICRO_BATCHES * parsed.pp
-    formula = idle_share(parsed.pp_variant, parsed.pp, CHUNKS.get(parsed.pp_variant, 1), pieces)
+    formula = idle_share(parsed.pp_variant, parsed.pp, chunks_of(parsed), pieces)
     row = {"layout": layout, "micro_batches": pieces, "idle": statistics.median(idle), "formula": formula}
     return row | {"idle_of_steps": idle, "step_ms": 1e3 * statistics.median(map(duration, steps))}
 

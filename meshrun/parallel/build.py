@@ -8,13 +8,13 @@ The order of application, which every axis keeps to:
 
     1. the model without values (meta device), in stages where pp cuts it
     2. random numbers by sample instead of by rank: dropout, attention dropout; statistics over all ranks: BatchNorm
-    3. recomputation of segments
-    4. tp splits matrices
+    3. tp splits matrices
+    4. recomputation of segments
     5. compilation of segments
     6. fsdp shards what is left of each parameter, or dp copies it
     7. values: each rank keeps its part of what the constructor would have drawn, tensor by tensor
 
-dp alone needs none of it but 2, 3 and 5, and goes through DistributedDataParallel.
+dp alone needs none of it but 2, 4 and 5, and goes through DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -47,8 +47,10 @@ from meshrun.parallel.pipeline import Pipeline, Settings
 from meshrun.parallel.placed import Cutting, Placed, computing
 from meshrun.parallel.vocabulary import takes_split
 
-CHUNKS = {"interleaved": 2}
-"""How many stages a rank has, by the variant of pp; one where none is named."""
+
+def chunks_of(layout: Layout) -> int:
+    """How many stages a rank has."""
+    return 2 if layout.pp_variant == "interleaved" else 1
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Demands:
         return inputs, targets
 
     def _check(self, layout: Layout) -> None:
-        stages = layout.pp * CHUNKS.get(layout.pp_variant, 1)
+        stages = layout.pp * chunks_of(layout)
         if layout.pp > 1 and not self.segments:
             raise UserError(
                 f"layout '{layout}' cuts the model into {stages} stages, but the model has no segments: it is one "
@@ -202,14 +204,14 @@ def _meshed(experiment: Experiment, here: Here, how: How, moment: Moment) -> Pla
     with _laid_out(here, experiment) as plan:
         demands = demands_of(experiment, _without_values(plan))
         demands.refuse(layout)
-        notes = [f"the model is built whole on the host, one rank of a node at a time: {plan.reason}"] * bool(
-            plan.reason
-        )
+        notes = []
+        if plan.reason is not None:
+            notes.append(f"the model is built whole on the host, one rank of a node at a time: {plan.reason}")
         parts, later = _parts(demands, here, how, moment, notes)
         _allocate(parts, torch.device("cpu") if how.offload else here.device)
         held = _held(demands, parts)
         _fill(plan, parts, held, here)
-    chunks = CHUNKS.get(layout.pp_variant, 1)
+    chunks = chunks_of(layout)
     mesh = here.submesh("cp")
     settings = Settings(
         variant=layout.pp_variant,
@@ -238,7 +240,7 @@ def _parts(
     """This rank's stages of the model, laid out but without values."""
     layout, experiment = here.layout, demands.experiment
     later = Later() if layout.pp > 1 and layout.pp_variant == "zb" else None
-    stages = layout.pp * CHUNKS.get(layout.pp_variant, 1)
+    stages = layout.pp * chunks_of(layout)
     order = demands.trace().segments if stages > 1 else demands.segments
     cuts = demands.trace().cuts(stages) if stages > 1 else [0]
     mesh = here.submesh("tp")
@@ -294,11 +296,9 @@ def _shard(part: nn.Module, own: list[nn.Module], here: Here, experiment: Experi
     layout = here.layout
     sharded = here.submesh("fsdp", "cp")
     assert sharded is not None and here.mesh is not None
-    if layout.dp > 1:
-        names = ("dp", sharded.mesh_dim_names[0])  # type: ignore[index]
-        mesh = here.mesh["dp", "fsdp"] if layout.cp == 1 else here.mesh[names]
-    else:
-        mesh = sharded
+    names = sharded.mesh_dim_names
+    assert names is not None
+    mesh = here.mesh["dp", names[0]] if layout.dp > 1 else sharded
     # Weights' gradients that are computed late need the parameters to be as they were.
     variant = "zero2" if layout.pp_variant == "zb" and layout.fsdp_variant == "zero3" else layout.fsdp_variant
     fsdp.apply(part, own, mesh, variant, experiment.precision, how.offload)

@@ -98,8 +98,7 @@ def _matched(model: nn.Module, given: Mapping[str, str], source: str) -> dict[st
     for pattern, style in given.items():
         if style not in STYLES:
             raise UserError(f"{source} gives {pattern!r} the style {style!r}; styles are {', '.join(STYLES)}")
-        shape = re.compile("[^.]+".join(map(re.escape, pattern.removesuffix(".weight").split("*"))))
-        found = [name for name in names if shape.fullmatch(name)]
+        found = _named_by(pattern.removesuffix(".weight"), names)
         if not found:
             near = fnmatch.filter(names, f"*{pattern.rpartition('.')[2]}")[:3] or names[:3]
             raise UserError(f"{source} names {pattern!r}, which is no module of the model; it has {', '.join(near)}, …")
@@ -107,23 +106,24 @@ def _matched(model: nn.Module, given: Mapping[str, str], source: str) -> dict[st
     return styles
 
 
+def _named_by(pattern: str, names: list[str]) -> list[str]:
+    """The names that a pattern stands for; `*` is any part of a name between dots."""
+    shape = re.compile("[^.]+".join(map(re.escape, pattern.split("*"))))
+    return [name for name in names if shape.fullmatch(name)]
+
+
 def _shipped(model: nn.Module) -> dict[str, str]:
     """A Hugging Face model's plan, under the names that its modules have in this model."""
     plan: dict[str, str] = {}
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        for own in ("_tp_plan",):
-            plan |= {
-                f"{prefix}{pattern}": HUGGING_FACE[style]
-                for pattern, style in (getattr(module, own, None) or {}).items()
-                if style in HUGGING_FACE
-            }
+        plan |= {
+            f"{prefix}{pattern}": HUGGING_FACE[style]
+            for pattern, style in (getattr(module, "_tp_plan", None) or {}).items()
+            if style in HUGGING_FACE
+        }
     names = [name for name, _ in model.named_modules()]
-    return {
-        pattern: style
-        for pattern, style in plan.items()
-        if any(re.fullmatch("[^.]+".join(map(re.escape, pattern.split("*"))), each) for each in names)
-    }
+    return {pattern: style for pattern, style in plan.items() if _named_by(pattern, names)}
 
 
 def _found(model: nn.Module) -> dict[str, str]:

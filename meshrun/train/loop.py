@@ -20,7 +20,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +148,11 @@ class Trainer:
         if experiment.precision == "fp32":
             # Convolutions on a GPU would round to 10 bits by default, and fp32 is to mean fp32.
             torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
-        refuse_how(experiment, self.here.layout, how or How())
-        if self.here.layout.fsdp * self.here.layout.tp > 1:
-            refuse_unless_by_element(experiment.optimizer, str(self.here.layout))
-        self.placed = build(experiment, self.here, how or How())
-        cutting = self.placed.cutting
+        how = how or How()
+        _refuse_settings(experiment, self.here.layout, how)
+        self.placed = build(experiment, self.here, how)
         self.reading = Reading(
-            cut=Cut(experiment.micro, cutting.in_step, cutting.equal, cutting.pieces, cutting.multiple_of),
+            cut=Cut(experiment.micro, **asdict(self.placed.cutting)),
             workers=_workers(self.here) if workers is None else workers,
             prefetch=prefetch,
             pin=self.here.device.type == "cuda",
@@ -274,6 +272,11 @@ class Trainer:
 def refuse(experiment: Experiment, layout: Layout, how: How) -> None:
     """Say what of an experiment cannot work on a layout, before anything runs there."""
     demands_of(experiment).refuse(layout)
+    _refuse_settings(experiment, layout, how)
+
+
+def _refuse_settings(experiment: Experiment, layout: Layout, how: How) -> None:
+    """What can be told without the model, which `build` asks itself."""
     refuse_how(experiment, layout, how)
     if layout.fsdp * layout.tp > 1:
         refuse_unless_by_element(experiment.optimizer, str(layout))
