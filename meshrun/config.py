@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 import tomllib
@@ -22,6 +23,7 @@ from meshrun.errors import UserError
 
 FORMAT = 1
 RUNS = Path("runs")
+MEMORY = Path("/dev/shm")
 
 
 def option(default: Any, help: str) -> Any:
@@ -58,6 +60,23 @@ class RunConfig:
     eval_every: int | None = option(None, "Evaluate every so many steps; once an epoch when absent.")
     workers: int | None = option(None, "Reader processes a rank; from the cores of a rank when absent.")
     prefetch: int = option(2, "Batches that each reader keeps ready.")
+    checkpoint: str = option(
+        "auto", "When to save all state: auto, every so many steps (500), a time (10min), or none."
+    )
+    keep: int = option(2, "Newest checkpoints to keep, beside the best one.")
+    mtbf: float = option(50_000.0, "Hours between two failures of one rank, from which auto finds its interval.")
+    spare: bool = option(True, "Keep a copy of the state in the nodes' memory, so that a lost rank costs no step.")
+    restarts: int = option(3, "Times in a row, without a finished step between, that lost ranks are replaced.")
+    on_hang: Literal["restart", "end", "report"] = option("restart", "What to do with a run that hangs.")
+    hang_after: float | None = option(None, "Seconds without progress that are a hang; from the run's pace when absent.")
+    on_nan: Literal["stop", "skip", "rollback"] = option(
+        "stop", "A loss that is no number: stop, skip its batch, or go back to a checkpoint and skip from there."
+    )
+    on_spike: Literal["ignore", "stop", "skip", "rollback"] = option("ignore", "The same for a loss that jumps.")
+    spike: float = option(20.0, "A jump: so many times the usual spread of the last losses above their median.")
+    record_ids: bool = option(False, "Write the ids of each rank's samples into its events.")
+    nodes: str = option("1", "Nodes that each start this command: N, or least:most for a run that grows and shrinks.")
+    join: str | None = option(None, "HOST:PORT of the run's first node, on the other ones.")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "Where to compute; auto takes GPUs where there are any.")
     backend: Literal["auto", "gloo", "nccl"] = option("auto", "Collectives; auto is NCCL on GPUs, gloo on CPUs.")
     threads: int | None = option(None, "Computing threads a rank; its share of the cores when absent.")
@@ -164,6 +183,15 @@ class RunDirectory:
     @property
     def weights(self) -> Path:
         return self.path / "weights"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def memory_of(self, node: int) -> Path:
+        """A folder in a node's own memory for this run: what survives a lost process, and not the node."""
+        who = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:16]
+        return MEMORY / f"meshrun-{os.getuid()}" / who / f"node-{node}"
 
     def events_of(self, rank: int) -> Path:
         return self.events / f"rank-{rank:05d}.jsonl"
