@@ -42,7 +42,7 @@ from meshrun.mesh import Here
 from meshrun.parallel.meshed import Meshed
 from meshrun.parallel.placed import Placed
 from meshrun.recipes.llama import Shape
-from meshrun.train.loop import Update
+from meshrun.train.totals import Update
 
 EVEN = Shape(64, 256, layers=16, heads=8, kv_heads=4, ffn=704, context=8)
 LONG = Shape(2048, 128, layers=8, heads=8, kv_heads=4, ffn=352, context=128)

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from meshrun.errors import RunFailed, UserError
     from meshrun.experiment import Experiment, Loss, Schedule
     from meshrun.mesh import Here, finish, start
-    from meshrun.train.loop import Trainer, Update
+    from meshrun.train.loop import Trainer
     from meshrun.train.losses import accuracy, cross_entropy, mean_squared_error, token_cross_entropy
     from meshrun.train.own import mean_over_ranks, print0, replicate, save0, shard
+    from meshrun.train.totals import Update
 
 __version__ = "0.1.0"
 
@@ -22,7 +23,8 @@ _HOMES = {
     "meshrun.errors": ("RunFailed", "UserError"),
     "meshrun.experiment": ("Experiment", "Loss", "Schedule"),
     "meshrun.mesh": ("Here", "finish", "start"),
-    "meshrun.train.loop": ("Trainer", "Update"),
+    "meshrun.train.loop": ("Trainer",),
+    "meshrun.train.totals": ("Update",),
     "meshrun.train.losses": ("accuracy", "cross_entropy", "mean_squared_error", "token_cross_entropy"),
     "meshrun.train.own": ("mean_over_ranks", "print0", "replicate", "save0", "shard"),
 }

@@ -15,7 +15,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -93,6 +93,13 @@ class Here:
             _flattened[key] = self.mesh[wide]._flatten(name)
         return _flattened[key]
 
+    @property
+    def store(self) -> Store | None:
+        """Where ranks leave words for each other beside the collectives; None in a world of one."""
+        return (
+            PrefixStore("meshrun/words", dist.distributed_c10d._get_default_store()) if self.mesh is not None else None
+        )
+
     def place(self, axis: str) -> int:
         """This rank's place along an axis."""
         return self.layout.coordinates(self.rank)[axis]
@@ -121,8 +128,10 @@ class Here:
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Turn the collectives' own errors into a sentence that says what was waited for."""
+        """Turn the collectives' own errors into a sentence that says what was waited for; tell who listens of it."""
         began = time.monotonic()
+        _waits.append(what)
+        _listener(what)
         try:
             yield
         except RuntimeError as error:
@@ -140,6 +149,9 @@ class Here:
             if any(word in text for word in ("connection", "socket", "peer", "broken pipe", "remote process")):
                 raise PeerLost(f"{me} lost another rank while it waited for {what}") from error
             raise
+        finally:
+            _waits.pop()
+            _listener(_waits[-1] if _waits else None)
 
 
 _flattened: dict[tuple[int, str], DeviceMesh] = {}
@@ -147,6 +159,15 @@ _flattened: dict[tuple[int, str], DeviceMesh] = {}
 
 _here: Here | None = None
 _meeting = Meeting()
+_waits: list[str] = []
+"""What this rank waits for just now, the innermost last."""
+_listener: Callable[[str | None], None] = lambda _: None  # noqa: E731
+
+
+def listen(listener: Callable[[str | None], None]) -> None:
+    """Have someone told what this rank waits for whenever that changes, and None when it waits for nothing."""
+    global _listener
+    _listener = listener
 
 
 def use(meeting: Meeting) -> None:

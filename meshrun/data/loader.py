@@ -31,6 +31,8 @@ class Reading:
     prefetch: int = 2
     pin: bool = False
     collate: Callable[[list[Any]], Any] | None = None
+    seed: int = 0
+    """Of what the reading processes draw."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,8 @@ def _read(dataset: MapDataset, pieces: Iterator[list[int]], reading: Reading) ->
                 num_workers=reading.workers,
                 pin_memory=reading.pin,
                 prefetch_factor=reading.prefetch if reading.workers else None,
+                # Of its own: it would else draw from the program's, once more for every time that a run goes on.
+                generator=torch.Generator().manual_seed(reading.seed),
             )
         )
     collate = reading.collate or default_collate

@@ -10,6 +10,7 @@ Kinds: `start`, `step`, `eval`, `note` (a sentence for the user), `failure`, `en
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from pathlib import Path
@@ -18,15 +19,35 @@ from typing import Any
 Event = dict[str, Any]
 
 
+def _now() -> float:
+    return round(time.time(), 4)
+
+
 class EventFile:
     """Appends events; each is one write, so that a reader or a crash never sees the middle of a line as its end."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("ab", buffering=0)
+        self._lost, self._torn = 0, False
 
     def write(self, kind: str, **fields: Any) -> None:
-        line = json.dumps({"time": round(time.time(), 4), "kind": kind, **fields}, allow_nan=True)
-        self._file.write(line.encode() + b"\n")
+        """Write an event. On a full disk it is lost, and counted: a training must not end because of its diary."""
+        if self._lost:
+            lost = {"kind": "note", "text": f"{self._lost} events before this one could not be written"}
+            if not self._append({"time": _now(), **lost}):
+                self._lost += 1
+                return
+            self._lost = 0
+        self._lost += not self._append({"time": _now(), "kind": kind, **fields})
+
+    def _append(self, event: Event) -> bool:
+        line = (b"\n" if self._torn else b"") + json.dumps(event, allow_nan=True).encode() + b"\n"
+        try:
+            written = self._file.write(line)
+        except OSError:
+            return False
+        self._torn = written != len(line)
+        return not self._torn
 
     def close(self) -> None:
         self._file.close()
@@ -54,7 +75,11 @@ class Follower:
 
     def new(self) -> list[Event]:
         """Events since the last call."""
-        return [json.loads(line) for line in self.new_lines()]
+        events = []
+        for line in self.new_lines():
+            with contextlib.suppress(ValueError):  # the rest of a line that a full disk has cut off
+                events.append(json.loads(line))
+        return events
 
 
 def read_events(path: Path) -> list[Event]:

@@ -108,12 +108,19 @@ class Replicated:
         self.model, self.here, self.moment, self.notes = model, here, moment, notes
         self.cutting = Cutting()
         self._arithmetic, self._compression = arithmetic, compression
-        self.shards = [Shard(name, each, here.size) for name, each in model.named_parameters() if each.requires_grad]
+        everyone = tuple(range(here.size))
+        held = [
+            Shard(name, each, everyone, tuple(each.shape), (0,) * each.dim()) for name, each in model.named_parameters()
+        ]
+        self.shards = [each for each in held if each.parameter.requires_grad]
+        self.frozen = [each for each in held if not each.parameter.requires_grad]
         self.parameters = [each.parameter for each in self.shards]
         self._ddp: DistributedDataParallel | None = None
         self._cargo: Cargo | None = None
         self._by_hand = False
         self._always_used = set(self.parameters)
+        self._all_used: bool | None = None
+        self._steps_through_ddp = 0
         self._sums: Tensor | None = None
         self._summing: dist.Work | None = None
 
@@ -151,6 +158,20 @@ class Replicated:
     def train(self, mode: bool) -> None:
         self.model.train(mode)
 
+    def own_buffers(self) -> dict[str, Tensor]:
+        return dict(persistent_buffers(self.model))
+
+    def habits(self) -> dict[str, Any]:
+        """How gradients are reduced. DDP lays them out anew after its first step, and the order of sums with them."""
+        return {} if self._all_used is None else {"all_used": self._all_used, "settled": self._steps_through_ddp > 1}
+
+    def take_up(self, habits: Mapping[str, Any]) -> bool:
+        if "all_used" not in habits or self._ddp is not None:
+            return False
+        self._make_ddp(habits["all_used"])
+        # Two numbers have but one sum; of three and more the order matters.
+        return bool(habits["settled"]) and self.here.size > 2
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Rank 0 has them all."""
         if self.here.rank == 0:
@@ -160,6 +181,7 @@ class Replicated:
     def _begin_step(self, every_rank_has_samples: bool) -> None:
         """Decide how the gradients of this step are reduced; all ranks decide the same."""
         self._by_hand = self.here.mesh is not None and (self._ddp is None or not every_rank_has_samples)
+        self._steps_through_ddp += self._ddp is not None and not self._by_hand
 
     def _forward(self, inputs: Any) -> Any:
         """Call the model as its inputs ask for: a tuple is spread, a dict is passed by name."""
@@ -207,6 +229,7 @@ class Replicated:
         """Gradients must not live in DDP's buckets before it is made, so it is made for the next step on."""
         # What is not part of the outputs' graph would pass for an unused parameter, and what is compressed is no exact
         # sum any more: then sums travel on their own.
+        self._all_used = all_are_used
         alone = not all_are_used or self._compression != "none"
         self._cargo = None if alone else Cargo(self.model, self.parameters[0])
         self._ddp = DistributedDataParallel(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,6 +54,22 @@ class Held:
             part = _chunk(part, tp, self.split_dim)
         return _chunk(part, sharded, 0) if sharded[1] > 1 else part
 
+    def where(self, tp: tuple[int, int], sharded: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shape of the model's own parameter, and where in it this rank's part begins."""
+        number, of = self.block
+        block = list(self.parameter.shape)
+        shape, start = list(block), [0] * len(block)
+        if of > 1:
+            shape[0], start[0] = block[0] * of, block[0] * number
+        if self.split_dim is not None:
+            step = -(-block[self.split_dim] // tp[1])
+            first = min(step * tp[0], block[self.split_dim])
+            start[self.split_dim] += first
+            block[self.split_dim] = min(step, block[self.split_dim] - first)
+        if sharded[1] > 1:
+            start[0] += min(-(-block[0] // sharded[1]) * sharded[0], block[0])
+        return tuple(shape), tuple(start)
+
 
 def local(tensor: Tensor) -> Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
@@ -83,18 +100,36 @@ class Meshed:
         reduced = here.submesh("dp", "cp") if not self._sharded else None
         self._reduced = reduced.get_group() if reduced is not None else None
         self._ties = _ties(here, self.held)
-        stages = {name: len(ranks) for name, (ranks, _) in self._ties.items()}
         self.trained = [each for each in self.held if each.parameter.requires_grad]
-        self.shards = [
-            Shard(each.name, _plain(each.parameter), self._copies(each, stages.get(each.name, 1)))
-            for each in self.trained
-        ]
-        self._used: list[bool] | None = None
+        self._holders_of: dict[tuple[bool, tuple[int, ...]], tuple[int, ...]] = {}
+        self.shards = [self._shard(each) for each in self.trained]
+        self.frozen = [self._shard(each) for each in self.held if not each.parameter.requires_grad]
+        self._unused: set[str] | None = None
+        """Parameters that no rank has a gradient of, once that is known."""
 
-    def _copies(self, held: Held, stages: int) -> int:
-        layout = self.here.layout
-        parts = (layout.fsdp * layout.cp if self._sharded else 1) * (layout.tp if held.split_dim is not None else 1)
-        return layout.size // layout.pp // parts * stages
+    def _shard(self, held: Held) -> Shard:
+        here = self.here
+        mesh = here.submesh("fsdp", "cp") if self._sharded else None
+        sharded = (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1)
+        shape, start = held.where((here.place("tp"), here.layout.tp), sharded)
+        return Shard(held.name, _plain(held.parameter), self._holders(held), shape, start)
+
+    def _holders(self, held: Held) -> tuple[int, ...]:
+        """All ranks that differ from this one only along axes that do not cut the parameter."""
+        here = self.here
+        stages = self._ties[held.name][0] if held.name in self._ties else (here.place("pp"),)
+        key = held.split_dim is not None, stages
+        if key not in self._holders_of:
+            cuts = {"fsdp", "cp"} if self._sharded else set()
+            cuts |= {"tp"} if held.split_dim is not None else set()
+            mine = here.layout.coordinates(here.rank)
+            places = map(here.layout.coordinates, range(here.size))
+            self._holders_of[key] = tuple(
+                rank
+                for rank, place in enumerate(places)
+                if place["pp"] in stages and all(place[axis] == mine[axis] for axis in cuts)
+            )
+        return self._holders_of[key]
 
     def step(self, step: int, pieces: list[Piece], samples: int, loss: Score) -> Outcome:
         self._same_on_all_chunks()
@@ -133,6 +168,22 @@ class Meshed:
                 for part in self.pipeline.parts.values():
                     buffers.average((local(each) for each in part.buffers()), mesh.get_group())
 
+    def own_buffers(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for part in self.pipeline.parts.values():
+            assert isinstance(part.model, nn.Module)
+            found |= {name: local(each) for name, each in persistent_buffers(part.model)}
+        return found
+
+    def habits(self) -> dict[str, Any]:
+        """Which parameters nobody uses, once that is known."""
+        return {} if self._unused is None else {"unused": sorted(self._unused)}
+
+    def take_up(self, habits: Mapping[str, Any]) -> bool:
+        if "unused" in habits:
+            self._unused = set(habits["unused"])
+        return False
+
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Whole tensors, one after the other: put together along tp and fsdp, and sent to rank 0 from their stage."""
         held = self._state()
@@ -155,14 +206,11 @@ class Meshed:
             blocks = state.setdefault(each.name, [])
             assert isinstance(blocks, list)
             blocks.append(each)
-        for part in self.pipeline.parts.values():
-            assert isinstance(part.model, nn.Module)
-            state |= dict(persistent_buffers(part.model))
-        return state
+        return state | self.own_buffers()
 
     def _whole(self, blocks: list[Held] | Tensor) -> Tensor:
         if isinstance(blocks, Tensor):
-            return local(blocks).detach().cpu()
+            return blocks.detach().cpu()
         whole = [gather.whole(each.parameter, each.split_dim, self.here) for each in blocks]
         return whole[0] if len(whole) == 1 else torch.cat(whole)
 
@@ -191,10 +239,10 @@ class Meshed:
             mesh = self.here.submesh("tp")
             assert mesh is not None
             _sum(partial, mesh.get_group())
-        if self._used is None:
-            self._used = self._used_anywhere()
-        for used, shard in zip(self._used, self.shards, strict=True):
-            if used and shard.parameter.grad is None:
+        if self._unused is None:
+            self._unused = self._used_nowhere()
+        for shard in self.shards:
+            if shard.parameter.grad is None and shard.name not in self._unused:
                 shard.parameter.grad = torch.zeros_like(shard.parameter)
         if self._reduced is not None:
             _sum(self._gradients(), self._reduced)
@@ -206,11 +254,12 @@ class Meshed:
         found = [each.parameter.grad for each in self.shards if name in (None, each.name)]
         return [each for each in found if each is not None]
 
-    def _used_anywhere(self) -> list[bool]:
-        """Which parameters some rank has a gradient of: one that nobody uses must stay without, as in one process."""
-        named = {each.name for each in self.shards if each.parameter.grad is not None}
-        everywhere = set().union(*self.here.gathered(named))
-        return [each.name in everywhere for each in self.shards]
+    def _used_nowhere(self) -> set[str]:
+        """Parameters that nobody has a gradient of: they must stay without, as in one process."""
+        idle = {each.name for each in self.shards if each.parameter.grad is None}
+        used = {each.name for each in self.shards if each.parameter.grad is not None}
+        everyone = self.here.gathered((idle, used))
+        return set().union(*(each for each, _ in everyone)) - set().union(*(each for _, each in everyone))
 
 
 def _taken(parameter: nn.Parameter, partial: list[Tensor]) -> Tensor | None:

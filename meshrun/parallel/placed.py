@@ -48,8 +48,16 @@ class Shard:
     name: str
     """As the model itself calls it."""
     parameter: nn.Parameter
-    copies: int
-    """How many ranks hold these very elements."""
+    holders: tuple[int, ...]
+    """The ranks that hold these very elements."""
+    shape: tuple[int, ...]
+    """Of the whole parameter, as the model itself has it."""
+    start: tuple[int, ...]
+    """Where in it this part begins."""
+
+    @property
+    def copies(self) -> int:
+        return len(self.holders)
 
 
 @dataclass(frozen=True)
@@ -82,6 +90,9 @@ class Placed(Protocol):
 
     model: nn.Module
     shards: list[Shard]
+    """What is trained."""
+    frozen: list[Shard]
+    """What is not."""
     cutting: Cutting
     notes: list[str]
     """What the user should know about how the model was laid out."""
@@ -97,6 +108,15 @@ class Placed(Protocol):
 
     def agree_on_buffers(self) -> None:
         """Give all ranks the same running statistics."""
+
+    def own_buffers(self) -> dict[str, Tensor]:
+        """The persistent buffers that are on this rank, under the model's own names."""
+
+    def habits(self) -> dict[str, Any]:
+        """What past steps have settled about how the next ones are computed, as plain values."""
+
+    def take_up(self, habits: Mapping[str, Any]) -> bool:
+        """Go on as a model on the same layout did; whether a step must be tried first, its gradients thrown away."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the state dict, whole, on the host of rank 0; nothing on other ranks."""

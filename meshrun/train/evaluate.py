@@ -9,6 +9,7 @@ nothing is sent before the end; where they must, rows that only fill up a batch 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -21,21 +22,26 @@ from meshrun.train.step import as_pair, check_loss
 Scores = dict[str, dict[str, float]]
 
 
-def evaluate(here: Here, placed: Placed, experiment: Experiment, reading: Reading) -> Scores:
-    """Loss and metrics of every evaluation set, the same on all ranks."""
+def evaluate(
+    here: Here, placed: Placed, experiment: Experiment, reading: Reading, at: Callable[[], None] = lambda: None
+) -> Scores:
+    """Loss and metrics of every evaluation set, the same on all ranks; `at` is called for every batch."""
+    at()
     placed.agree_on_buffers()
     was_training = placed.model.training
     placed.train(False)
     try:
-        return {name: _evaluate_one(here, placed, experiment, reading, name) for name in experiment.evals}
+        return {name: _evaluate_one(here, placed, experiment, reading, name, at) for name in experiment.evals}
     finally:
         placed.train(was_training)
 
 
-def _evaluate_one(here: Here, placed: Placed, experiment: Experiment, reading: Reading, name: str) -> dict[str, float]:
+def _evaluate_one(
+    here: Here, placed: Placed, experiment: Experiment, reading: Reading, name: str, at: Callable[[], None]
+) -> dict[str, float]:
     named = {"loss": experiment.loss, **experiment.metrics}
     functions = {name: _checked(name, function) for name, function in named.items()}
-    sums = _own_sums(here, placed, experiment, reading, experiment.evals[name], functions)
+    sums = _own_sums(here, placed, experiment, reading, experiment.evals[name], functions, at)
     with here.waiting(f"the sums of the evaluation set {name!r}"):
         reduction = here.sum(sums)
         if reduction is not None:
@@ -52,13 +58,19 @@ def _own_sums(
     reading: Reading,
     data: MapDataset,
     functions: dict[str, Score],
+    at: Callable[[], None],
 ) -> torch.Tensor:
     """This rank's share: a row of (total, count) for the loss and each metric."""
     # Without gradients to keep, twice the samples of a training step fit.
     size = 2 * (experiment.micro or max(1, experiment.batch // (here.replicas * placed.cutting.pieces)))
     batches = evaluation_batches(data, here.replica, here.replicas, size, reading)
-    pieces = (Piece(*as_pair(to_device(batch, here.device)), ids, real) for ids, real, batch in batches)
-    return placed.scores(pieces, functions)
+
+    def pieces() -> Iterator[Piece]:
+        for ids, real, batch in batches:
+            at()
+            yield Piece(*as_pair(to_device(batch, here.device)), ids, real)
+
+    return placed.scores(pieces(), functions)
 
 
 def _checked(name: str, function: Score) -> Score:

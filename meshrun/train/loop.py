@@ -7,22 +7,23 @@
 
 What happens in `train()`, in this order:
 
-    start
-    for every step:       read -> update -> (lagging by one update on a GPU) check that it is finite -> record
+    start, or resume: go on from the newest state that is whole
+    for every step:       read -> update -> (lagging by one update on a GPU) judge its numbers -> record
         at an epoch's end, or every `eval_every` steps:   evaluate -> record -> keep the best weights
+        when it is time:                                  checkpoint
     evaluate once more if the last step was not evaluated -> keep the last weights -> end
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -35,91 +36,28 @@ from meshrun.layout import Layout
 from meshrun.mesh import Here, start
 from meshrun.parallel.build import How, build, demands_of, refuse_how
 from meshrun.state.weights import save_weights
+from meshrun.train.bad_steps import Policy, Verdict
 from meshrun.train.evaluate import Scores, evaluate
+from meshrun.train.keeper import Keeper, Keeping
 from meshrun.train.optim import make, refuse_unless_by_element, set_learning_rate
+from meshrun.train.state import plain
 from meshrun.train.step import Inspect, Stepper
+from meshrun.train.totals import Totals, Update
 from meshrun.world.cores import granted
 
 Record = Callable[..., None]
 
 
-@dataclass
-class Update:
-    """One finished update. On a GPU its numbers may still be under way: asking for one waits for it."""
+class Life(Protocol):
+    """Who is told what this rank is at."""
 
-    step: int
-    samples: int
-    learning_rate: float
-    data_wait: float
-    pieces: list[list[int]]
-    """This rank's samples of the step, a list a micro-batch."""
-    values: list[float] | Tensor
-    ready: torch.cuda.Event | None
-    seconds: float = 0.0
-    """Since the update before, less what the caller of `steps` did in between."""
+    def mark(self, phase: str, step: int) -> None: ...
 
-    def _numbers(self) -> list[float]:
-        if self.ready is not None:
-            self.ready.synchronize()
-            self.ready = None
-        if isinstance(self.values, Tensor):
-            self.values = self.values.tolist()
-        return self.values
-
-    @property
-    def loss(self) -> float:
-        """The mean over the global batch."""
-        total, count, _, _ = self._numbers()
-        return total / count if count else math.nan
-
-    @property
-    def grad_norm(self) -> float:
-        """The norm of the global gradient before clipping."""
-        return self._numbers()[2]
-
-    @property
-    def own_total(self) -> float:
-        """The part of the loss's sum that this rank has computed."""
-        return self._numbers()[3]
+    def finished(self, step: int, seconds: float, data_wait: float) -> None: ...
 
 
-@dataclass
-class Totals:
-    """What a run has reached so far."""
-
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    samples: int = 0
-    seconds: float = 0.0
-    data_wait: float = 0.0
-    ids: Any = field(default_factory=hashlib.sha256)
-    timed_samples: int = 0
-    scores: Scores = field(default_factory=dict)
-    best: dict[str, float] = field(default_factory=dict)
-
-    def add(self, update: Update) -> None:
-        self.losses.append(update.loss)
-        self.grad_norms.append(update.grad_norm)
-        self.samples += update.samples
-        # The first update pays for allocations and for making DDP: it says nothing about the speed.
-        if len(self.losses) > 1:
-            self.timed_samples += update.samples
-            self.seconds += update.seconds
-            self.data_wait += update.data_wait
-
-    def result(self) -> dict[str, Any]:
-        """The run in numbers, under the names that scripts rely on."""
-        return {
-            "steps": len(self.losses),
-            "losses": self.losses,
-            "grad_norms": self.grad_norms,
-            "eval": self.scores,
-            "best": self.best or None,
-            "samples": self.samples,
-            "samples_per_s": self.timed_samples / self.seconds if self.seconds else None,
-            "data_wait": self.data_wait / self.seconds if self.seconds else None,
-            "sample_ids_sha256": self.ids.hexdigest(),
-        }
+class Stopped(RunFailed):
+    """This rank was asked to stop, and has done so between two steps."""
 
 
 class Trainer:
@@ -138,13 +76,21 @@ class Trainer:
         record: Record | None = None,
         how: How | None = None,
         inspect: Inspect | None = None,
+        keeping: Keeping | None = None,
+        policy: Policy | None = None,
+        life: Life | None = None,
+        record_ids: bool = False,
     ) -> None:
-        """`record(kind, **fields)` is told of every step and evaluation; `weights` is where the best and last go."""
+        """`record(kind, **fields)` is told of every step and evaluation; `weights` is where the best and last go.
+
+        With `keeping`, all state is saved now and then, and `resume()` goes on from it.
+        """
         self.experiment, self.here = experiment, here or start()
         self.order = Order(len(experiment.train), experiment.batch, experiment.seed)
         self.total_steps = experiment.steps or max(1, round((experiment.epochs or 0) * self.order.steps_per_epoch))
         self.eval_every = eval_every or self.order.steps_per_epoch
-        self.weights, self.record = weights, record
+        self.weights, self.record, self.life, self.record_ids = weights, record, life, record_ids
+        self.policy = policy or Policy()
         if experiment.precision == "fp32":
             # Convolutions on a GPU would round to 10 bits by default, and fp32 is to mean fp32.
             torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
@@ -157,51 +103,112 @@ class Trainer:
             prefetch=prefetch,
             pin=self.here.device.type == "cuda",
             collate=experiment.collate,
+            seed=experiment.seed,
         )
         self.model = self.placed.model
         self.optimizer = make(experiment.optimizer, [each.parameter for each in self.placed.shards], lr_scale)
         self.step = 0
         """The cursor: how many updates were done. It is all the state that the data has."""
         self.totals = Totals()
-        self._update = Stepper(self.here, self.placed, self.optimizer, experiment.loss, experiment.clip, inspect)
+        self.evaluated = 0
+        """The last step whose scores are known."""
+        self.stop = False
+        """Set from outside: stop after the step that is being computed."""
+        self.made_groups = [plain(group) for group in self.optimizer.param_groups]
+        self._unsettled: deque[Update] = deque()
+        self._back = (0, 0)
+        self.keeper = Keeper(self, keeping) if keeping is not None else None
+        self._update = Stepper(
+            self.here,
+            self.placed,
+            self.optimizer,
+            experiment.loss,
+            experiment.clip,
+            inspect,
+            self._accept,
+            self.policy.looks_first,
+            self.keeper.updating if self.keeper is not None else nullcontext,
+        )
+
+    def resume(self) -> dict[str, Any] | None:
+        """Go on from the newest state that is whole; returns from where, or None for a run that begins."""
+        return self.keeper.resume() if self.keeper is not None else None
 
     def steps(self) -> Iterator[Update]:
         """Train, yielding after every update."""
         self.placed.train(True)
         loader = Loader(self.experiment.train, self.order, self.here.replica, self.here.replicas, self.reading)
-        unsettled: deque[Update] = deque()
-        lag = 1 if self.here.device.type == "cuda" else 0
-        mark = time.perf_counter()
-        for data in loader.steps(self.step, self.total_steps):
+        lag = 1 if self.here.device.type == "cuda" and not self.policy.looks_first else 0
+        coming, mark = loader.steps(self.step, self.total_steps), time.perf_counter()
+        while (data := self._next(coming)) is not None:
             update = self._one(data)
             now = time.perf_counter()
             update.seconds, mark = now - mark, now
             self.step = data.step + 1
-            unsettled.append(update)
-            while len(unsettled) > lag:
-                self._settle(unsettled.popleft())
+            self._unsettled.append(update)
+            self.settle(lag)
             paused = time.perf_counter()
+            if self.keeper is not None:
+                self.keeper.remember()
             yield update
+            if self.keeper is not None:
+                self.keeper.after_step()
+            if self.stop:
+                raise Stopped(f"rank {self.here.rank} on {self.here.world.host} stopped after step {self.step}")
             mark += time.perf_counter() - paused
-        while unsettled:
-            self._settle(unsettled.popleft())
+        self.settle()
+
+    def _next(self, coming: Iterator[StepData]) -> StepData | None:
+        self.at("reading", 1)
+        data = next(coming, None)
+        self.at("computing", 1)
+        return data
+
+    def at(self, phase: str, ahead: int = 0) -> None:
+        """Tell who watches what this rank is at."""
+        if self.life is not None:
+            self.life.mark(phase, self.step + ahead)
+
+    def settle(self, but: int = 0) -> None:
+        """Look at the numbers of all finished updates but the last ones."""
+        while len(self._unsettled) > but:
+            self._settle(self._unsettled.popleft())
+
+    def try_a_step(self) -> None:
+        """Compute the first step once more, for what that settles, and forget its gradients."""
+        reading = replace(self.reading, workers=0, pin=False)
+        loader = Loader(self.experiment.train, self.order, self.here.replica, self.here.replicas, reading)
+        self.placed.train(True)
+        self._update.compute(next(loader.steps(0, 1)))
+        self.optimizer.zero_grad()
 
     def evaluate(self) -> Scores:
         """Loss and metrics of every evaluation set, every sample once."""
         began = time.perf_counter()
-        self.totals.scores = evaluate(self.here, self.placed, self.experiment, self.reading)
-        self._tell("eval", step=self.step, scores=self.totals.scores, seconds=time.perf_counter() - began)
+        self.totals.scores = evaluate(self.here, self.placed, self.experiment, self.reading, self._mark_evaluating)
+        self.evaluated = self.step
+        self.tell("eval", step=self.step, scores=self.totals.scores, seconds=time.perf_counter() - began)
         return self.totals.scores
+
+    def _mark_evaluating(self) -> None:
+        self.at("evaluating")
 
     def train(self) -> dict[str, Any]:
         """The whole run: train, evaluate, keep the best and the last weights."""
+        if self.step and self.evaluated != self.step and self._to_be_evaluated():
+            self._evaluate_and_keep()  # what a run before this one did not come to
         for _ in self.steps():
-            if self.step % self.eval_every == 0 or self.step == self.total_steps:
+            if self._to_be_evaluated():
                 self._evaluate_and_keep()
         if not self.experiment.evals:
             self.placed.agree_on_buffers()
         self._keep("last", {"step": self.step})
+        if self.keeper is not None:
+            self.keeper.finish()
         return self.totals.result()
+
+    def _to_be_evaluated(self) -> bool:
+        return self.step % self.eval_every == 0 or self.step == self.total_steps
 
     def _one(self, data: StepData) -> Update:
         rate = set_learning_rate(self.optimizer, self.experiment.schedule, data.step, self.total_steps)
@@ -211,15 +218,22 @@ class Trainer:
             values = values.to("cpu", non_blocking=True)
             ready = torch.cuda.Event()
             ready.record()
-        self.totals.ids.update(data.ids.astype("<i8", copy=False))
+        self.totals.ids.add(data.ids)
         own = [piece[:real] for piece, real in zip(data.pieces, data.real, strict=True)]
         return Update(data.step, len(data.ids), rate, data.waited, own, values, ready)
 
+    def _accept(self, values: list[float]) -> bool:
+        """Whether an update goes into the weights: not where it would be skipped, or undone at once."""
+        total, count, norm, _ = values
+        return self.policy.judge(total / count if count else math.nan, norm, self.totals.losses) is None
+
     def _settle(self, update: Update) -> None:
-        if not (math.isfinite(update.loss) and math.isfinite(update.grad_norm)):
-            raise RunFailed(self._not_finite(update))
+        verdict = self.policy.judge(update.loss, update.grad_norm, self.totals.losses)
+        if verdict is not None and verdict.action == "stop":
+            finite = math.isfinite(update.loss) and math.isfinite(update.grad_norm)
+            raise RunFailed(f"{verdict.why} at step {update.step + 1}" if finite else self._not_finite(update))
         self.totals.add(update)
-        self._tell(
+        self.tell(
             "step",
             step=update.step + 1,
             loss=update.loss,
@@ -228,7 +242,26 @@ class Trainer:
             samples=update.samples,
             seconds=round(update.seconds, 6),
             data_wait=round(update.data_wait, 6),
+            **({"ids": [number for piece in update.pieces for number in piece]} if self.record_ids else {}),
         )
+        if self.life is not None:
+            self.life.finished(update.step + 1, update.seconds, update.data_wait)
+        if verdict is not None:
+            self._without(update.step + 1, verdict)
+
+    def _without(self, step: int, verdict: Verdict) -> None:
+        """Go on as if a step had not been; or, where the weights may be bad already, all steps since a checkpoint."""
+        if verdict.action == "skip" or self.keeper is None:
+            self.totals.skipped.append(step)
+            self.tell("skipped", step=step, why=verdict.why)
+            return
+        since, back_at = self._back
+        # A step that is bad right after going back says that it was not far enough.
+        before = since - 1 if set(range(back_at + 1, step)) <= set(self.totals.skipped) and back_at else step - 1
+        reached = self.keeper.go_back(before)
+        self._back = reached, step
+        self.totals.skipped = sorted({*self.totals.skipped, *range(reached + 1, step + 1)})
+        self.tell("rollback", from_step=step, to_step=reached, why=verdict.why)
 
     def _not_finite(self, update: Update) -> str:
         """Say where a loss that is not a number came from: all ranks ask each other, as all have seen it."""
@@ -256,15 +289,26 @@ class Trainer:
         if loss < self.totals.best.get("loss", math.inf):
             self.totals.best = {"step": self.step, **scores[first]}
             self._keep("best", self.totals.best)
+        if self.keeper is not None:
+            self.keeper.remember()
 
     def _keep(self, name: str, about: dict[str, Any]) -> None:
         """Write the weights, under the model's own names; ranks that hold parts of them send these to rank 0."""
-        if self.weights is not None:
-            whole = dict(self.placed.weights())
-            if self.here.rank == 0:
-                save_weights(whole, self.weights / f"{name}.safetensors", about)
+        if self.weights is None:
+            return
+        self.at("saving")
+        whole = dict(self.placed.weights())
+        if self.here.rank == 0:
+            path = self.weights / f"{name}.safetensors"
+            try:
+                save_weights(whole, path, about)
+            except OSError as error:
+                sentence = f"cannot write {path}: {error.strerror or error}"
+                if name == "last":
+                    raise RunFailed(f"{sentence}; make room and `meshrun resume` the run") from error
+                self.tell("note", text=f"{sentence}; the training goes on")
 
-    def _tell(self, kind: str, **fields: Any) -> None:
+    def tell(self, kind: str, **fields: Any) -> None:
         if self.record is not None:
             self.record(kind, **fields)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +25,7 @@ from meshrun.data.loader import StepData, to_device
 from meshrun.errors import UserError
 from meshrun.experiment import Loss
 from meshrun.mesh import Here
-from meshrun.parallel.placed import Piece, Placed
+from meshrun.parallel.placed import Outcome, Piece, Placed
 from meshrun.train.optim import norm_now, norm_on_device, scale_now, scale_on_device
 
 Inspect = Callable[[int, Placed], None]
@@ -41,16 +42,16 @@ class Stepper:
     loss: Callable[[Any, Any], Loss]
     clip: float | None
     inspect: Inspect | None = None
+    accept: Callable[[list[float]], bool] = lambda values: all(map(math.isfinite, values[:3]))
+    """Whether an update with these numbers is applied."""
+    looks_first: bool = False
+    """Whether the numbers are looked at on a GPU too, which makes the host wait for it."""
+    updating: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Around the change of the weights."""
 
     def __call__(self, data: StepData) -> list[float] | Tensor:
         """Do one update; returns (global loss total, global count, gradient norm, own total), on a GPU as a tensor."""
-        here, samples = self.here, len(data.ids)
-        pieces = [
-            Piece(*as_pair(to_device(batch, here.device)), ids, real)
-            for batch, ids, real in zip(data.batches, data.pieces, data.real, strict=True)
-        ]
-        with here.waiting(f"the gradients of step {data.step + 1}"):
-            outcome = self.placed.step(data.step, pieces, samples, self._loss)
+        samples, outcome = len(data.ids), self.compute(data)
         gradients = [each.parameter.grad for each in self.placed.shards if each.parameter.grad is not None]
         sums, norm = outcome.sums, outcome.norm
         if sums.is_cuda and not any(each.is_cpu for each in gradients[:1]):
@@ -64,11 +65,24 @@ class Stepper:
             values = [total, count, scale_now(gradients, whole, factor, self.clip), outcome.own[0].item()]
         if self.inspect is not None:
             self.inspect(data.step, self.placed)
+        if isinstance(values, Tensor) and self.looks_first:
+            values = values.tolist()
         # Where looking at numbers is free, an update that would spoil the weights is not applied.
-        if isinstance(values, Tensor) or all(map(math.isfinite, values[:3])):
-            self.optimizer.step()
+        if isinstance(values, Tensor) or self.accept(values):
+            with self.updating():
+                self.optimizer.step()
         self.optimizer.zero_grad()
         return values
+
+    def compute(self, data: StepData) -> Outcome:
+        """Forward, backward and reduction: the gradients of one update."""
+        here = self.here
+        pieces = [
+            Piece(*as_pair(to_device(batch, here.device)), ids, real)
+            for batch, ids, real in zip(data.batches, data.pieces, data.real, strict=True)
+        ]
+        with here.waiting(f"the gradients of step {data.step + 1}"):
+            return self.placed.step(data.step, pieces, len(data.ids), self._loss)
 
     def _loss(self, outputs: Any, targets: Any) -> Loss:
         return check_loss(self.loss(outputs, targets), "loss")

@@ -1,0 +1,61 @@
+"""Steps whose loss is no number, or jumps: what to do about them.
+
+    policy = Policy(on_nan="skip", on_spike="rollback")
+    policy.judge(loss, norm, history)        # None, or Verdict("skip", "the loss is nan")
+
+A jump is measured against the last losses: so many times their spread above their median. Both are robust, so that one
+jump does not hide the next. All ranks judge the same numbers, so they come to the same verdict.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+WINDOW = 64
+ENOUGH = 16
+"""Losses that are looked back at, and how many there must be before a jump can be told."""
+_SIGMA = 1.4826  # of a normal distribution, in median absolute deviations
+_LEAST_SPREAD = 0.01
+"""Of the median: losses that hardly vary may still move by some percent."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What to do with a step, and why."""
+
+    action: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What was asked for."""
+
+    on_nan: str = "stop"
+    on_spike: str = "ignore"
+    spike: float = 20.0
+
+    @property
+    def looks_first(self) -> bool:
+        """Whether an update may only be applied once its numbers are known."""
+        return self.on_nan != "stop" or self.on_spike not in ("ignore", "stop")
+
+    def judge(self, loss: float, norm: float, history: Sequence[float]) -> Verdict | None:
+        """`history` has the losses before this one, the last one last."""
+        if not math.isfinite(loss) or not math.isfinite(norm):
+            what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+            return Verdict(self.on_nan, what)
+        if self.on_spike == "ignore":
+            return None
+        recent = [each for each in history[-WINDOW:] if math.isfinite(each)]
+        if len(recent) < ENOUGH:
+            return None
+        median = statistics.median(recent)
+        spread = _SIGMA * statistics.median(abs(each - median) for each in recent)
+        limit = median + self.spike * max(spread, _LEAST_SPREAD * abs(median))
+        if loss <= limit:
+            return None
+        return Verdict(self.on_spike, f"the loss jumps to {loss:.4g} from a median of {median:.4g} (--spike)")

@@ -1,0 +1,340 @@
+"""Keeps a training's state: when to save, where to go on from, and what to leave behind when other ranks are lost.
+
+    keeper = Keeper(trainer, Keeping(run.checkpoints, memory, parse("auto")))
+    keeper.resume()                 # from the nodes' memory, else from the newest checkpoint that is whole
+    keeper.after_step()             # saves when it is time, beside the training
+    keeper.last_words()             # into this node's memory: others are gone, and this rank's state is the last one
+    keeper.finish()
+
+All ranks decide the same at the same steps: what differs between them (clocks, a slow disk) is compared at steps that
+all know beforehand, and few of them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from meshrun.errors import RunFailed, SharedError
+from meshrun.state import catalog
+from meshrun.state.checkpoint import BadCheckpoint, Checkpoint
+from meshrun.state.memory import memory_files
+from meshrun.state.saver import Saver
+from meshrun.train.interval import Every, failures_apart
+from meshrun.train.state import (
+    Drawn,
+    check,
+    moment,
+    passing,
+    refuse_other,
+    regions,
+    restore,
+    restore_model,
+    values,
+    weights,
+)
+
+if TYPE_CHECKING:
+    from meshrun.train.loop import Trainer
+
+SPARE_AT_LEAST = 16
+SPARE_SHARE = 0.02
+"""Copies in memory: not more often than every so many steps, and for at most this share of the time."""
+HEARD_WITHIN = 1.0
+"""Seconds that a rank which has lost others waits for the launcher to say which ones."""
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """Where state goes and how often."""
+
+    folder: Path
+    memory: Path | None = None
+    """In this node's memory: what is in there survives this process."""
+    every: Every = field(default_factory=Every)
+    keep: int = 2
+    mtbf: float = 50_000.0
+    """Hours between two failures of a rank."""
+    generation: int = 0
+    """How often the ranks of this run were started anew."""
+    timeout: float = 600.0
+
+
+class Keeper:
+    """The state of one trainer."""
+
+    def __init__(self, trainer: Trainer, keeping: Keeping) -> None:
+        self.trainer, self.keeping = trainer, keeping
+        here = trainer.here
+        self.saver = Saver(keeping.folder, here, keeping.memory, keeping.keep, timeout=keeping.timeout)
+        single = any(len(each.holders) == 1 for each in weights(trainer))
+        self._has_single = here.size > 1 and keeping.memory is not None and any(here.gathered(single))
+        """Whether some rank holds what no other one does: then memory gets copies of it now and then."""
+        self._first = Drawn.now(here.device)
+        self._moment = moment(trainer)
+        self._torn = False
+        self._cost: float | None = None
+        self._stall = 0.0
+        self._saved: int | None = None
+        self._began = self._saved_at = time.monotonic()
+        self._look, self._looked = 0, (0, self._began)
+        self._spare_at = 0
+
+    def resume(self) -> dict[str, Any] | None:
+        """Go on from the newest state that is whole; returns where that was, or None for a run that begins."""
+        began = time.monotonic()
+        source = self._from_memory() or self._from_disk()
+        now = self.trainer.step
+        self._saved = now if source == "a checkpoint" else None
+        self._look = self._spare_at = now + 3
+        self._looked = (now, time.monotonic())
+        self.remember()
+        if source is None:
+            return None
+        self.trainer.totals.ids.begin_at(self.trainer.order, now)
+        return {"step": now, "source": source, "seconds": round(time.monotonic() - began, 3)}
+
+    def _from_memory(self) -> str | None:
+        here, memory = self.trainer.here, self.keeping.memory
+        if not here.from_rank_0(memory is not None and self.keeping.generation > 0):
+            return None
+        files = memory_files(memory) if memory is not None else []
+        found: dict[int, Checkpoint] = {}
+        for step in sorted({each.step for each in files}, reverse=True):
+            try:
+                candidate = Checkpoint.from_memory([memory], step)  # type: ignore[list-item]
+                check(candidate)
+            except BadCheckpoint:
+                continue
+            if self._covers(candidate):
+                found[step] = candidate
+        common = set.intersection(*(set(each) for each in here.gathered(list(found))))
+        for step in sorted(common, reverse=True):
+            if self._restored(found[step]) is None:
+                return "memory"
+        return None
+
+    def _covers(self, candidate: Checkpoint) -> bool:
+        """Whether all of this rank's state is there, exactly as it was where the layout is the same."""
+        here, saved = self.trainer.here, candidate.state
+        for shard in weights(self.trainer):
+            box = shard.start, tuple(shard.parameter.shape)
+            if shard.parameter.numel() and not candidate.covers(f"model/{shard.name}", *box):
+                return False
+        same = saved["layout"] == str(here.layout) and saved["world"] == here.size
+        names = candidate.tensors
+        if same and saved["draws"] and f"rng/{here.rank}/torch" not in names:
+            return False
+        for name in self.trainer.placed.own_buffers():
+            if same and f"buffer/{name}@{here.replica}" not in names:
+                return False
+        return "totals/losses" in names or saved["step"] == 0
+
+    def _from_disk(self) -> str | None:
+        here, folder = self.trainer.here, self.keeping.folder
+        paths: list[Path] = here.from_rank_0(catalog.complete(folder) if here.rank == 0 else None)
+        failures: list[str] = []
+        for path in reversed(paths):
+            failure = self._load(path)
+            if failure is None:
+                return "a checkpoint"
+            failures.append(failure)
+            self.trainer.tell("note", text=f"{failure}; the one before it is tried")
+            if here.rank == 0:
+                catalog.set_aside(path)
+        if failures:
+            raise SharedError(f"no checkpoint in {folder} can be used: {failures[0]}; begin a new run")
+        return None
+
+    def _load(self, path: Path) -> str | None:
+        """Load a checkpoint on all ranks; what is wrong with it, if anything is."""
+        checkpoint: Checkpoint | None = None
+        wrong = ""
+        try:
+            checkpoint = Checkpoint.open(path)
+            check(checkpoint)
+        except BadCheckpoint as error:
+            wrong = str(error)
+        if wrong := self._first_of(wrong):
+            return wrong
+        assert checkpoint is not None
+        refuse_other(self.trainer, checkpoint)
+        return self._restored(checkpoint)
+
+    def _restored(self, checkpoint: Checkpoint) -> str | None:
+        wrong = ""
+        try:
+            restore(self.trainer, checkpoint)
+        except BadCheckpoint as error:
+            wrong = str(error)
+        checkpoint.close()
+        return self._first_of(wrong) or None
+
+    def _first_of(self, wrong: str) -> str:
+        """What the first rank with something to say says."""
+        return next((each for each in self.trainer.here.gathered(wrong) if each), "")
+
+    def remember(self) -> None:
+        """Note what the next step will change beside the weights, so that a step cut off leaves no trace."""
+        if self.keeping.memory is None or self.trainer.here.size == 1:
+            return
+        self._moment = now = moment(self.trainer)
+        if now.buffers or not now.random.same(self._first):
+            # Lost with this rank otherwise, and no other has them. Of two steps: ranks may be one apart.
+            self.saver.put(f"passing-{now.step % 2}", passing(self.trainer, now), now.step, self._values())
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """While weights are changed they are of no step; an error in between leaves them so."""
+        self._torn = True
+        yield
+        self._torn = False
+
+    def after_step(self) -> None:
+        """Save if it is time; the step's evaluation, if it had one, is done."""
+        self._report()
+        step = self.trainer.step
+        if self._due(step):
+            self._save()
+        elif self._has_single and step >= self._spare_at:
+            self._copy_to_memory()
+
+    def _due(self, step: int) -> bool:
+        every = self.keeping.every
+        if every.never or step == self._saved:
+            return False
+        if step >= self.trainer.total_steps:
+            return True
+        if every.steps is not None:
+            return step % every.steps == 0
+        return step >= self._look and self._time_has_come(step)
+
+    def _time_has_come(self, step: int) -> bool:
+        here, now = self.trainer.here, time.monotonic()
+        before, then = self._looked
+        pace = (now - then) / max(1, step - before)
+        words = here.gathered((now - self._saved_at, pace, self._cost, self.saver.busy))
+        elapsed, pace = max(each[0] for each in words), max(max(each[1] for each in words), 1e-4)
+        costs = [each[2] for each in words if each[2] is not None]
+        apart = failures_apart(self.keeping.mtbf, here.size, self.keeping.generation, now - self._began)
+        left = self.keeping.every.seconds(max(costs) if costs else None, apart) - elapsed
+        self._looked = step, now
+        if left < pace / 2 and not any(each[3] for each in words):
+            return True
+        # Half of the way, so that a pace that changes is seen in time; a write that is not done yet, in a second.
+        self._look = step + max(1, int(max(left / 2, 1.0 if left < pace else 0.0) / pace))
+        return False
+
+    def _save(self) -> None:
+        trainer, began = self.trainer, time.monotonic()
+        trainer.settle()
+        trainer.at("saving")
+        self.saver.wait()  # at most one in flight
+        self._report()
+        self._moment = moment(trainer)
+        self._stall = self.saver.snapshot(regions(trainer, self._moment), trainer.step, self._values())
+        self.saver.begin()
+        self._saved, self._saved_at = trainer.step, time.monotonic()
+        self._cost = self._saved_at - began
+        self._look = self._spare_at = trainer.step + 1
+
+    def _copy_to_memory(self) -> None:
+        """A copy for the loss of one rank, on all ranks or on none: a copy of half of the state is of no use."""
+        trainer, began = self.trainer, time.monotonic()
+        busy, longest = (max(each) for each in zip(*trainer.here.gathered((self.saver.busy, self._stall)), strict=True))
+        before, then = self._looked
+        pace = max((began - then) / max(1, trainer.step - before), 1e-4)
+        pace = max(trainer.here.gathered(pace))
+        if not busy:
+            self._moment = moment(trainer)
+            self._stall = self.saver.snapshot(regions(trainer, self._moment), trainer.step, self._values())
+        self._spare_at = trainer.step + max(SPARE_AT_LEAST, math.ceil(longest / (SPARE_SHARE * pace)))
+
+    def _values(self) -> dict[str, Any]:
+        return {**values(self.trainer, self._moment), "draws": not self._moment.random.same(self._first)}
+
+    def _report(self) -> None:
+        for saved in self.saver.finished():
+            self.trainer.tell(
+                "checkpoint",
+                step=saved.step,
+                seconds=round(saved.seconds, 4),
+                stall=round(self._stall, 4),
+                bytes=saved.bytes,
+                error=saved.error,
+            )
+
+    def go_back(self, before: int) -> int:
+        """Load the newest checkpoint of a step up to `before` into the running training; returns its step."""
+        self.saver.wait()
+        here = self.trainer.here
+        paths: list[Path] = here.from_rank_0(catalog.complete(self.keeping.folder) if here.rank == 0 else None)
+        for path in reversed(paths):
+            wrong, checkpoint = "", None
+            try:
+                checkpoint = Checkpoint.open(path)
+            except BadCheckpoint as error:
+                wrong = str(error)
+            if self._first_of(wrong) or checkpoint is None or checkpoint.step > before:
+                continue
+            try:
+                restore_model(self.trainer, checkpoint)
+            except BadCheckpoint as error:
+                wrong = str(error)
+            if not self._first_of(wrong):
+                return checkpoint.step
+        raise RunFailed(f"there is no checkpoint of step {before} or before to go back to (--checkpoint)")
+
+    def last_words(self) -> None:
+        """Others are lost: leave this rank's state in its node's memory, unless a neighbour on the node leaves it."""
+        memory = self.keeping.memory
+        if memory is None or self._torn or self.trainer.here.device.type == "cuda":
+            return
+        here = self.trainer.here
+        busy = memory / f"words-{here.rank}.busy"
+        busy.touch()
+        try:
+            dead = self._dead(memory)
+            first = here.rank - here.world.local_rank
+            local = range(first, first + here.world.local_size)
+
+            def writer(holders: tuple[int, ...]) -> int:
+                return min((rank for rank in holders if rank in local and rank not in dead), default=here.rank)
+
+            mine = {f"model/{each.name}" for each in weights(self.trainer) if writer(each.holders) == here.rank}
+            found = [
+                each
+                for each in regions(self.trainer, self._moment, writer)
+                if not each.name.startswith(("model/", "optimizer/")) or _weight_of(each.name) in mine
+            ]
+            self.saver.put("words", found, self._moment.step, self._values())
+        finally:
+            busy.unlink(missing_ok=True)
+
+    def _dead(self, memory: Path) -> set[int]:
+        """Which ranks of this node are gone, as its launcher says."""
+        path, give_up = memory / f"dead-{self.keeping.generation}.json", time.monotonic() + HEARD_WITHIN
+        while time.monotonic() < give_up:
+            try:
+                return set(json.loads(path.read_text())["ranks"])
+            except (OSError, ValueError):
+                time.sleep(0.01)
+        return set()
+
+    def finish(self) -> None:
+        """Wait for what is still being written."""
+        self.saver.wait()
+        self._report()
+        self.saver.close()
+
+
+def _weight_of(name: str) -> str:
+    """model/W for what belongs to the weight W."""
+    kind, _, rest = name.partition("/")
+    return f"model/{rest.rpartition('/')[0] if kind == 'optimizer' else rest}"

@@ -1,0 +1,338 @@
+"""Saving: every rank writes its part, one rename makes it a checkpoint, and nothing that goes wrong ends a run."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from meshrun import mesh
+from meshrun.state import catalog, memory, saver
+from meshrun.state.checkpoint import BadCheckpoint, Checkpoint
+from meshrun.state.memory import memory_files
+from meshrun.state.region import Region
+from meshrun.state.saver import Saver
+
+from .places import ALONE, numbers, saved
+
+SHAPE = (1003, 300)
+WHOLE = numbers(*SHAPE)
+BIAS = numbers(7, seed=1)
+
+
+def rows(tensor: Tensor, rank: int, ranks: int) -> tuple[int, Tensor]:
+    first, end = (len(tensor) * number // ranks for number in (rank, rank + 1))
+    return first, tensor[first:end]
+
+
+def regions(rank: int, ranks: int, change: float = 0.0) -> list[Region]:
+    """Rows of a weight, as sharding cuts it; a large and a small tensor that all ranks hold; one that a rank holds alone."""
+    first, own = rows(WHOLE + change, rank, ranks)
+    return [
+        Region("sharded", own, SHAPE, (first, 0)),
+        Region.whole("large", WHOLE * 2 + change, rank, ranks),
+        Region.whole("small", BIAS + change, rank, ranks),
+        Region.whole(f"rng/{rank}", torch.full((3,), rank)),
+    ]
+
+
+@pytest.mark.ranks(3)
+def test_three_ranks_write_one_checkpoint_that_any_number_reads(tmp_path: Path):
+    here = mesh.start()
+    kept = Saver(tmp_path, here, None, keep=2)
+    kept.snapshot(regions(here.rank, here.size), 7, {"cursor": 12})
+    kept.begin()
+    kept.wait()
+    (outcome,) = kept.finished()
+    assert outcome.error is None
+    assert outcome.step == 7
+    checkpoint = Checkpoint.open(tmp_path / "step-00000007")
+    assert (checkpoint.step, checkpoint.world, checkpoint.state) == (7, 3, {"cursor": 12})
+    assert checkpoint.layout == str(here.layout)
+    assert sorted(os.listdir(checkpoint.path)) == ["manifest.json", *(f"rank-0000{n}.safetensors" for n in range(3))]
+    assert torch.equal(checkpoint.whole("sharded"), WHOLE)
+    assert torch.equal(checkpoint.whole("large"), WHOLE * 2)
+    assert torch.equal(checkpoint.whole("small"), BIAS)
+    assert checkpoint.whole("rng/2").tolist() == [2, 2, 2]
+    columns = torch.empty(SHAPE[0], 100)
+    checkpoint.read(Region("sharded", columns, SHAPE, (0, 150)))
+    assert torch.equal(columns, WHOLE[:, 150:250])
+    assert checkpoint.verify() == []
+    # What all ranks hold is written once, in even parts.
+    sizes = [file.bytes for file in checkpoint.manifest.files.values()]
+    assert sum(sizes) < WHOLE.nbytes * 2 + 20_000
+    assert max(sizes) - min(sizes) < 20_000
+
+
+@pytest.mark.ranks(2)
+def test_training_goes_on_while_a_snapshot_is_written(tmp_path: Path):
+    here = mesh.start()
+    go = threading.Event()
+    write = saver.write_buffers
+    weight = torch.full((1000,), 1.0)
+    kept = Saver(tmp_path, here, None, keep=2)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(saver, "write_buffers", lambda *arguments: go.wait(30) and write(*arguments))
+        kept.snapshot([Region("w", weight, (2000,), (1000 * here.rank,))], 1, {})
+        kept.begin()
+        weight += 1
+        assert kept.busy
+        assert kept.finished() == []
+        for forbidden in (kept.begin, lambda: kept.snapshot([], 2, {})):
+            with pytest.raises(RuntimeError, match="under way"):
+                forbidden()
+        go.set()
+        kept.close()
+    assert not kept.busy
+    assert torch.equal(Checkpoint.open(tmp_path / "step-00000001").whole("w"), torch.ones(2000))
+
+
+@pytest.mark.ranks(3)
+def test_one_rank_s_full_disk_is_an_error_on_all_and_leaves_nothing(tmp_path: Path):
+    here = mesh.start()
+    kept = Saver(tmp_path, here, None, keep=2)
+    write = saver.write_buffers
+
+    def full(path: Path, buffers: list[memoryview]) -> list[int]:
+        blocks = write(path, buffers)
+        if here.rank == 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return blocks
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(saver, "write_buffers", full)
+        kept.snapshot(regions(here.rank, here.size), 7, {})
+        kept.begin()
+        kept.wait()
+    (outcome,) = kept.finished()
+    assert outcome.error is not None
+    assert outcome.error.startswith("rank 1 on ")
+    assert outcome.error.endswith("rank-00001.safetensors: No space left on device")
+    assert list(tmp_path.iterdir()) == []
+    here.gathered(None)
+    kept.snapshot(regions(here.rank, here.size, 1.0), 8, {})
+    kept.begin()
+    kept.close()
+    assert [each.error for each in kept.finished()] == [None]
+    assert torch.equal(Checkpoint.open(tmp_path / "step-00000008").whole("sharded"), WHOLE + 1)
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_never_reports_is_named(tmp_path: Path):
+    here = mesh.start()
+    kept = Saver(tmp_path, here, None, keep=2, timeout=0.3)
+    kept.snapshot(regions(here.rank, here.size), 7, {})
+    if here.rank == 0:
+        kept.begin()
+        kept.close()
+        (outcome,) = kept.finished()
+        assert outcome.error == "rank 1 did not finish writing step 7 within 0 s"
+        assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.ranks(2)
+def test_parts_that_leave_a_hole_become_no_checkpoint(tmp_path: Path):
+    here = mesh.start()
+    kept = Saver(tmp_path, here, None, keep=2)
+    kept.snapshot([Region("w", torch.ones(4), (9,), (4 * here.rank,))], 7, {})
+    kept.begin()
+    kept.close()
+    (outcome,) = kept.finished()
+    assert outcome.error == "the parts of step 7 do not fit together: 'w' has 9 elements and pieces of 8"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_written_is_an_error_and_no_more(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    kept = Saver(tmp_path / "file" / "checkpoints", ALONE, None, keep=2)
+    kept.snapshot([Region.whole("w", numbers(3))], 1, {})
+    kept.begin()
+    kept.close()
+    (outcome,) = kept.finished()
+    assert outcome.error is not None
+    assert outcome.error.endswith("Not a directory")
+
+
+def test_a_folder_that_vanished_is_made_again(tmp_path: Path):
+    saved(tmp_path / "c", {"w": numbers(3)})
+    for path in sorted((tmp_path / "c").rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    (tmp_path / "c").rmdir()
+    assert saved(tmp_path / "c", {"w": numbers(3)}).step == 5
+
+
+def test_the_same_step_again_is_another_checkpoint_and_the_newer_one(tmp_path: Path):
+    first, second = saved(tmp_path, {"w": numbers(3)}), saved(tmp_path, {"w": numbers(3, seed=1)})
+    assert [path.name for path in catalog.complete(tmp_path)] == ["step-00000005", "step-00000005.1"]
+    assert catalog.newest(tmp_path) == second.path != first.path
+
+
+def test_old_checkpoints_go_and_the_best_one_stays(tmp_path: Path):
+    kept = Saver(tmp_path, ALONE, None, keep=2)
+    for step in range(1, 7):
+        kept.snapshot([Region.whole("w", numbers(3))], step, {"best": {"step": min(step, 2)}})
+        kept.begin()
+        kept.wait()
+    assert [path.name[-1] for path in catalog.complete(tmp_path)] == ["2", "5", "6"]
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_the_newest_complete_one_is_never_deleted(tmp_path: Path):
+    for step in (1, 2, 3):
+        saved(tmp_path, {"w": numbers(3)}, step)
+    (tmp_path / "step-00000003" / "manifest.json").write_text("{}")
+    catalog.prune(tmp_path, 0, None)
+    assert [path.name for path in catalog.complete(tmp_path)] == ["step-00000002"]
+    assert catalog.newest(tmp_path) == tmp_path / "step-00000002"
+    catalog.set_aside(tmp_path / "step-00000003")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".damaged-step-00000003", "step-00000002"]
+
+
+def test_what_a_dead_run_left_half_written_is_removed(tmp_path: Path):
+    (tmp_path / ".partial-0123-step-00000009").mkdir()
+    (tmp_path / ".partial-0123-step-00000009" / "rank-00000.safetensors").write_bytes(b"half")
+    assert catalog.newest(tmp_path) is None
+    Saver(tmp_path, ALONE, None, keep=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Path:
+    return tmp_path / "node-0"
+
+
+def test_a_snapshot_survives_kill_9(tmp_path: Path, node: Path):
+    child = os.fork()
+    if child == 0:
+        kept = Saver(tmp_path / "c", ALONE, node, keep=2)
+        kept.snapshot([Region.whole("w", WHOLE)], 3, {"cursor": 4})
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    (found,) = memory_files(node)
+    assert (found.step, found.rank, found.state) == (3, 0, {"cursor": 4})
+    assert torch.equal(Checkpoint.from_memory([node], 3).whole("w"), WHOLE)
+
+
+def test_a_snapshot_that_was_cut_off_is_none(tmp_path: Path, node: Path):
+    kept = Saver(tmp_path / "c", ALONE, node, keep=2)
+    kept.snapshot([Region.whole("w", WHOLE)], 3, {})
+
+    class Dies(Exception):
+        pass
+
+    class Torn(torch.Tensor):
+        def detach(self) -> Tensor:
+            raise Dies
+
+    with pytest.raises(Dies):
+        kept.snapshot([Region.whole("w", WHOLE.as_subclass(Torn))], 4, {})
+    assert memory_files(node) == []
+    with pytest.raises(BadCheckpoint, match="nothing of step 3"):
+        Checkpoint.from_memory([node], 3)
+    with pytest.raises(RuntimeError, match="no snapshot"):
+        kept.begin()
+
+
+def test_the_same_memory_is_used_for_the_next_snapshot(tmp_path: Path, node: Path):
+    kept = Saver(tmp_path / "c", ALONE, node, keep=2)
+    kept.prepare([Region.whole("w", WHOLE)])
+    before = (node / "rank-00000.safetensors").stat()
+    for step in (1, 2):
+        kept.snapshot([Region.whole("w", WHOLE + step)], step, {})
+        kept.begin()
+        kept.wait()
+    after = (node / "rank-00000.safetensors").stat()
+    assert (after.st_ino, after.st_size) == (before.st_ino, before.st_size)
+    assert [each.step for each in memory_files(node)] == [2]
+    assert torch.equal(Checkpoint.open(tmp_path / "c" / "step-00000001").whole("w"), WHOLE + 1)
+
+
+def test_memory_that_is_full_is_a_note_and_the_save_goes_on(
+    tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(memory.os, "posix_fallocate", full)
+    kept = Saver(tmp_path / "c", ALONE, node, keep=2)
+    kept.snapshot([Region.whole("w", WHOLE)], 1, {})
+    kept.begin()
+    kept.close()
+    assert [each.error for each in kept.finished()] == [None]
+    assert len(kept.notes) == 1
+    assert "no room for 0.00 GB: No space left on device (--no-spare)" in kept.notes[0]
+    assert list(node.iterdir()) == []
+    assert torch.equal(Checkpoint.open(tmp_path / "c" / "step-00000001").whole("w"), WHOLE)
+
+
+@pytest.mark.ranks(3)
+def test_survivors_leave_what_a_lost_rank_held_too(tmp_path: Path):
+    here = mesh.start()
+    node = tmp_path / "node-0"
+    kept = Saver(tmp_path / "c", here, node, keep=2)
+    kept.snapshot(regions(here.rank, here.size), 3, {"from": "snapshot"})
+    here.gathered(None)
+    if here.rank != 1:
+        assert kept.put("words", [Region.whole("w", WHOLE), Region.whole("e", numbers(0))], 9, {"from": "words"})
+    here.gathered(None)
+    assert [(each.step, each.rank) for each in memory_files(node)] == [(9, 0), (9, 2), (3, 0), (3, 1), (3, 2)]
+    last = Checkpoint.from_memory([node], 9)
+    assert last.state == {"from": "words"}
+    assert torch.equal(last.whole("w"), WHOLE)
+    before = Checkpoint.from_memory([node], 3)
+    assert torch.equal(before.whole("sharded"), WHOLE)
+    assert torch.equal(before.whole("large"), WHOLE * 2)
+    here.gathered(None)
+    kept.snapshot(regions(here.rank, here.size), 10, {})
+    here.gathered(None)
+    assert [each.step for each in memory_files(node)] == [10, 10, 10]
+
+
+def test_a_step_of_two_meshes_is_never_mixed(tmp_path: Path, node: Path):
+    """A run that went on from step 3 on another mesh has left a little of its own at that step."""
+    del tmp_path
+    for size, rank, value in ((2, 0, 1.0), (2, 1, 2.0), (3, 2, 9.0)):
+        here = mesh.Here(
+            mesh.World(rank, size, rank, size, 0, 1, "here", "none"),
+            mesh.parse(f"dp={size}").resolve(size),
+            torch.device("cpu"),
+            None,
+        )
+        kept = Saver(node / "c", here, node, keep=2)
+        kept.put(
+            "words", [Region("w", torch.full((100 if size == 2 else 1,), value), (200,), (100 * (rank % 2),))], 3, {}
+        )
+    found = Checkpoint.from_memory([node], 3)
+    assert found.world == 2
+    assert found.whole("w").tolist() == [1.0] * 100 + [2.0] * 100
+    assert not Checkpoint.from_memory([node], 3).covers("w", (0,), (201,))
+
+
+def test_files_of_ranks_that_are_no_more_are_removed(tmp_path: Path, node: Path):
+    node.mkdir(parents=True)
+    for name in ("rank-00003", "words-00000", "words-00002", "passing-1-00000"):
+        (node / f"{name}.safetensors").write_bytes(b"x")
+        (node / f"{name}.json").write_text("{}")
+    Saver(tmp_path / "c", ALONE, node, keep=2).snapshot([Region.whole("w", WHOLE)], 1, {})
+    assert sorted(path.name for path in node.glob("*.safetensors")) == [
+        "passing-1-00000.safetensors",
+        "rank-00000.safetensors",
+    ]
+
+
+def test_a_save_tells_how_long_it_took(tmp_path: Path):
+    kept = Saver(tmp_path, ALONE, None, keep=2)
+    began = time.perf_counter()
+    stall = kept.snapshot([Region.whole("w", WHOLE)], 1, {})
+    kept.begin()
+    kept.close()
+    (outcome,) = kept.finished()
+    assert 0 < stall + outcome.seconds < time.perf_counter() - began
+    assert outcome.bytes == (tmp_path / "step-00000001" / "rank-00000.safetensors").stat().st_size
