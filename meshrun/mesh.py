@@ -100,6 +100,11 @@ class Here:
             PrefixStore("meshrun/words", dist.distributed_c10d._get_default_store()) if self.mesh is not None else None
         )
 
+    @property
+    def address(self) -> str:
+        """Where other nodes reach this one."""
+        return own_address(self.world)
+
     def place(self, axis: str) -> int:
         """This rank's place along an axis."""
         return self.layout.coordinates(self.rank)[axis]

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshrun.errors import UserError
-from meshrun.state.manifest import MOST_BYTES, Info, Manifest, Piece, Unfit
+from meshrun.state.manifest import MOST_BYTES, Index, Info, Manifest, Piece, Unfit
 from meshrun.state.memory import of_one_moment
 from meshrun.state.region import Box, Region
 from meshrun.state.shards import CHUNK, Damaged, Reader, memory_of
@@ -65,11 +65,17 @@ class Checkpoint:
         files = of_one_moment(folders, step)
         if not files:
             raise BadCheckpoint(f"there is nothing of step {step} in {', '.join(map(str, folders))}")
+        found = cls.of_indices(folders[0], [file.index for file in files])
+        found._folders = {file.index.name: file.path.parent for file in files}
+        return found
+
+    @classmethod
+    def of_indices(cls, folder: Path, indices: Sequence[Index]) -> Checkpoint:
+        """What these files hold, wherever they are: to be looked at, not read."""
         try:
-            manifest = Manifest.of([file.index for file in files])
+            return cls(folder, Manifest.of(indices), {index.name: folder for index in indices})
         except Unfit as unfit:
-            raise BadCheckpoint(f"cannot use step {step} in {folders[0]}: {unfit}") from None
-        return cls(folders[0], manifest, {file.index.name: file.path.parent for file in files})
+            raise BadCheckpoint(f"cannot use step {indices[0].step} in {folder}: {unfit}") from None
 
     @property
     def step(self) -> int:
@@ -142,6 +148,12 @@ class Checkpoint:
         if info is None or len(info.shape) != len(size):
             return False
         return not _each_part(Box(tuple(start), tuple(size)), info.pieces, lambda *_: None)
+
+    def files_for(self, name: str, start: Sequence[int], size: Sequence[int]) -> set[str]:
+        """The files that this rectangle is read from."""
+        found: set[str] = set()
+        _each_part(Box(tuple(start), tuple(size)), self.tensors[name].pieces, lambda piece, _: found.add(piece.file))
+        return found
 
     def differences(self, regions: Iterable[Region]) -> list[str]:
         """What of a run's tensors is not in it, or not in this shape."""

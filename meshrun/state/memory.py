@@ -74,12 +74,19 @@ def of_one_moment(folders: Sequence[Path], step: int) -> list[MemoryFile]:
     A run that went on from this step on another mesh, or a second time, may have left a few of its own already; those
     that hold most are the state that it went on from.
     """
-    groups: dict[str, dict[str, MemoryFile]] = {}
+    files: dict[str, MemoryFile] = {}
     for file in (file for folder in folders for file in memory_files(folder) if file.step == step):
-        way = f"{file.index.world} {file.index.layout} {file.state.get('skipped')}"
-        groups.setdefault(way, {}).setdefault(file.index.name, file)
-    most = max(groups.values(), key=lambda group: sum(file.index.file.bytes for file in group.values()), default={})
-    return sorted(most.values(), key=lambda file: file.rank)
+        files.setdefault(file.index.name, file)
+    together = {index.name for index in fitting([file.index for file in files.values()])}
+    return sorted((file for name, file in files.items() if name in together), key=lambda file: file.rank)
+
+
+def fitting(indices: Sequence[Index]) -> list[Index]:
+    """Of the indices of one step, those of one mesh and of the same batches: the group that holds most."""
+    groups: dict[str, list[Index]] = {}
+    for index in indices:
+        groups.setdefault(f"{index.world} {index.layout} {index.state.get('skipped')}", []).append(index)
+    return max(groups.values(), key=lambda group: sum(index.file.bytes for index in group), default=[])
 
 
 def write_image(path: Path, header: bytes, regions: Sequence[Region], index: Index) -> None:

@@ -79,6 +79,11 @@ class Saver:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()
 
+    @property
+    def index(self) -> Index | None:
+        """What the last snapshot holds."""
+        return self._index
+
     def prepare(self, regions: Sequence[Region]) -> None:
         """Have the memory for a snapshot ready, so that the first one is as short as all others."""
         self._refuse_while_busy()
@@ -177,6 +182,8 @@ class Saver:
         first = world.rank - world.local_rank
         for path in self.memory.glob("*-*.safetensors"):
             rank = int(text) if (text := path.stem.rpartition("-")[2]).isdigit() else -1
+            if path.name.startswith("spare-"):
+                continue  # a neighbour's, which replaces it when it has a newer one
             stale = path.name.startswith("words-") and rank == world.rank
             if stale or (world.local_rank == 0 and not first <= rank < first + world.local_size):
                 with contextlib.suppress(OSError):

@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshrun.errors import RunFailed, SharedError
-from meshrun.state import catalog
+from meshrun.state import catalog, exchange
 from meshrun.state.checkpoint import BadCheckpoint, Checkpoint
-from meshrun.state.memory import memory_files
+from meshrun.state.manifest import Index
+from meshrun.state.neighbour import Neighbour
 from meshrun.state.saver import Saver
 from meshrun.train.interval import Every, failures_apart
 from meshrun.train.state import (
@@ -37,15 +38,15 @@ from meshrun.train.state import (
     restore,
     restore_model,
     values,
+    wanted,
     weights,
 )
 
 if TYPE_CHECKING:
     from meshrun.train.loop import Trainer
 
-SPARE_AT_LEAST = 16
 SPARE_SHARE = 0.02
-"""Copies in memory: not more often than every so many steps, and for at most this share of the time."""
+"""Copies in memory are made as often as they take at most this share of the time: every step, where they are quick."""
 HEARD_WITHIN = 1.0
 """Seconds that a rank which has lost others waits for the launcher to say which ones."""
 
@@ -73,9 +74,19 @@ class Keeper:
         self.trainer, self.keeping = trainer, keeping
         here = trainer.here
         self.saver = Saver(keeping.folder, here, keeping.memory, keeping.keep, timeout=keeping.timeout)
-        single = any(len(each.holders) == 1 for each in weights(trainer))
-        self._has_single = here.size > 1 and keeping.memory is not None and any(here.gathered(single))
-        """Whether some rank holds what no other one does: then memory gets copies of it now and then."""
+        nodes: list[int] = here.gathered(here.world.node)
+        self._several = len(set(nodes)) > 1
+        alone = any(
+            len(each.holders) == 1 or (self._several and len({nodes[rank] for rank in each.holders}) == 1)
+            for each in weights(trainer)
+        )
+        self._has_single = here.size > 1 and keeping.memory is not None and any(here.gathered(alone))
+        """Whether a rank, or a node, holds what no other one does: then memory gets copies of it now and then."""
+        self._neighbour = (
+            Neighbour(here, keeping.memory)
+            if self._several and self._has_single and keeping.memory is not None
+            else None
+        )
         self._first = Drawn.now(here.device)
         self._moment = moment(trainer)
         self._torn = False
@@ -84,7 +95,7 @@ class Keeper:
         self._saved: int | None = None
         self._began = self._saved_at = time.monotonic()
         self._look, self._looked = 0, (0, self._began)
-        self._spare_at = 0
+        self._spare_at, self._copied, self._copy_cost = 0, (0, self._began), 0.0
 
     def resume(self) -> dict[str, Any] | None:
         """Go on from the newest state that is whole; returns where that was, or None for a run that begins."""
@@ -93,7 +104,7 @@ class Keeper:
         now = self.trainer.step
         self._saved = now if source == "a checkpoint" else None
         self._look = self._spare_at = now + 3
-        self._looked = (now, time.monotonic())
+        self._looked = self._copied = (now, time.monotonic())
         self.remember()
         if source is None:
             return None
@@ -102,39 +113,41 @@ class Keeper:
 
     def _from_memory(self) -> str | None:
         here, memory = self.trainer.here, self.keeping.memory
-        if not here.from_rank_0(memory is not None and self.keeping.generation > 0):
+        if memory is None or self.keeping.generation == 0 or here.mesh is None:
             return None
-        files = memory_files(memory) if memory is not None else []
-        found: dict[int, Checkpoint] = {}
-        for step in sorted({each.step for each in files}, reverse=True):
-            try:
-                candidate = Checkpoint.from_memory([memory], step)  # type: ignore[list-item]
-                check(candidate)
-            except BadCheckpoint:
+        offers = exchange.gather(here, memory)
+        for indices in exchange.moments(offers, here):
+            files = self._files_for(memory, indices)
+            needed = here.gathered(files)
+            if any(each is None for each in needed):
                 continue
-            if self._covers(candidate):
-                found[step] = candidate
-        common = set.intersection(*(set(each) for each in here.gathered(list(found))))
-        for step in sorted(common, reverse=True):
-            if self._restored(found[step]) is None:
+            exchange.bring(here, memory, offers, indices, needed)
+            if self._restored_from(memory, indices[0].step) is None:
                 return "memory"
         return None
 
-    def _covers(self, candidate: Checkpoint) -> bool:
-        """Whether all of this rank's state is there, exactly as it was where the layout is the same."""
-        here, saved = self.trainer.here, candidate.state
-        for shard in weights(self.trainer):
-            box = shard.start, tuple(shard.parameter.shape)
-            if shard.parameter.numel() and not candidate.covers(f"model/{shard.name}", *box):
-                return False
-        same = saved["layout"] == str(here.layout) and saved["world"] == here.size
-        names = candidate.tensors
-        if same and saved["draws"] and f"rng/{here.rank}/torch" not in names:
-            return False
-        for name in self.trainer.placed.own_buffers():
-            if same and f"buffer/{name}@{here.replica}" not in names:
-                return False
-        return "totals/losses" in names or saved["step"] == 0
+    def _files_for(self, memory: Path, indices: list[Index]) -> set[str] | None:
+        """The files that have this rank's state; None if some of it is in none."""
+        try:
+            candidate = Checkpoint.of_indices(memory, indices)
+            check(candidate)
+        except BadCheckpoint:
+            return None
+        boxes = [box for box in wanted(self.trainer, candidate) if math.prod(box[2])]
+        if not all(candidate.covers(*box) for box in boxes):
+            return None
+        return set().union(*(candidate.files_for(*box) for box in boxes))
+
+    def _restored_from(self, memory: Path, step: int) -> str | None:
+        candidate, wrong = None, ""
+        try:
+            candidate = Checkpoint.from_memory([memory], step)
+        except BadCheckpoint as error:
+            wrong = str(error)
+        if wrong := self._first_of(wrong):
+            return wrong
+        assert candidate is not None
+        return self._restored(candidate)
 
     def _from_disk(self) -> str | None:
         here, folder = self.trainer.here, self.keeping.folder
@@ -219,7 +232,7 @@ class Keeper:
         here, now = self.trainer.here, time.monotonic()
         before, then = self._looked
         pace = (now - then) / max(1, step - before)
-        words = here.gathered((now - self._saved_at, pace, self._cost, self.saver.busy))
+        words = here.gathered((now - self._saved_at, pace, self._cost, self._busy))
         elapsed, pace = max(each[0] for each in words), max(max(each[1] for each in words), 1e-4)
         costs = [each[2] for each in words if each[2] is not None]
         apart = failures_apart(self.keeping.mtbf, here.size, self.keeping.generation, now - self._began)
@@ -236,6 +249,8 @@ class Keeper:
         trainer.settle()
         trainer.at("saving")
         self.saver.wait()  # at most one in flight
+        if self._neighbour is not None:
+            self._neighbour.wait()
         self._report()
         self._moment = moment(trainer)
         self._stall = self.saver.snapshot(regions(trainer, self._moment), trainer.step, self._values())
@@ -245,16 +260,24 @@ class Keeper:
         self._look = self._spare_at = trainer.step + 1
 
     def _copy_to_memory(self) -> None:
-        """A copy for the loss of one rank, on all ranks or on none: a copy of half of the state is of no use."""
+        """A copy for the loss of a rank or a node, on all ranks or on none: half of the state is of no use."""
         trainer, began = self.trainer, time.monotonic()
-        busy, longest = (max(each) for each in zip(*trainer.here.gathered((self.saver.busy, self._stall)), strict=True))
-        before, then = self._looked
-        pace = max((began - then) / max(1, trainer.step - before), 1e-4)
-        pace = max(trainer.here.gathered(pace))
+        step, then = self._copied
+        own = self._busy, self._copy_cost, (began - then) / max(1, trainer.step - step)
+        busy, cost, pace = (max(each) for each in zip(*trainer.here.gathered(own), strict=True))
         if not busy:
             self._moment = moment(trainer)
-            self._stall = self.saver.snapshot(regions(trainer, self._moment), trainer.step, self._values())
-        self._spare_at = trainer.step + max(SPARE_AT_LEAST, math.ceil(longest / (SPARE_SHARE * pace)))
+            self.saver.snapshot(regions(trainer, self._moment), trainer.step, self._values())
+            if self._neighbour is not None and self.saver.index is not None:
+                self._neighbour.send(self.saver.index)
+        self._copied = trainer.step, time.monotonic()
+        self._copy_cost = self._copied[1] - began
+        self._spare_at = trainer.step + max(1, math.ceil(cost / (SPARE_SHARE * max(pace, 1e-4))))
+
+    @property
+    def _busy(self) -> bool:
+        """Whether the last snapshot is still being read."""
+        return self.saver.busy or (self._neighbour is not None and self._neighbour.busy)
 
     def _values(self) -> dict[str, Any]:
         return {**values(self.trainer, self._moment), "draws": not self._moment.random.same(self._first)}

@@ -212,6 +212,9 @@ class Trainer:
 
     def _one(self, data: StepData) -> Update:
         rate = set_learning_rate(self.optimizer, self.experiment.schedule, data.step, self.total_steps)
+        own = [piece[:real] for piece, real in zip(data.pieces, data.real, strict=True)]
+        if self.record_ids:  # before they are used: a rank that is killed after that says no more
+            self.tell("ids", step=data.step + 1, ids=[number for piece in own for number in piece])
         values, ready = self._update(data), None
         if isinstance(values, Tensor):
             # Copied beside the computation: the host reads the numbers one update later, without making the GPU wait.
@@ -219,7 +222,6 @@ class Trainer:
             ready = torch.cuda.Event()
             ready.record()
         self.totals.ids.add(data.ids)
-        own = [piece[:real] for piece, real in zip(data.pieces, data.real, strict=True)]
         return Update(data.step, len(data.ids), rate, data.waited, own, values, ready)
 
     def _accept(self, values: list[float]) -> bool:
@@ -242,7 +244,6 @@ class Trainer:
             samples=update.samples,
             seconds=round(update.seconds, 6),
             data_wait=round(update.data_wait, 6),
-            **({"ids": [number for piece in update.pieces for number in piece]} if self.record_ids else {}),
         )
         if self.life is not None:
             self.life.finished(update.step + 1, update.seconds, update.data_wait)

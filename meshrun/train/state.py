@@ -252,6 +252,33 @@ def _own(name: str) -> str:
     return name.removeprefix("model/")
 
 
+def wanted(trainer: Trainer, checkpoint: Checkpoint) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+    """What `restore` will read: rectangles of tensors, as names, starts and sizes."""
+    here, tensors = trainer.here, checkpoint.tensors
+
+    def all_of(name: str) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
+        shape = tensors[name].shape if name in tensors else (1,)
+        return name, (0,) * len(shape), shape
+
+    for shard in weights(trainer):
+        yield f"model/{shard.name}", shard.start, tuple(shard.parameter.shape)
+    shards = {f"optimizer/{shard.name}": shard for shard in trainer.placed.shards}
+    for name, info in tensors.items():
+        shard_of = shards.get(name.rpartition("/")[0])
+        if shard_of is not None:
+            split = info.shape == shard_of.shape
+            yield (name, shard_of.start, tuple(shard_of.parameter.shape)) if split else all_of(name)
+    yield from (all_of(name) for name in ("totals/losses", "totals/grad_norms"))
+    same = same_mesh(here, checkpoint)
+    for name in trainer.placed.own_buffers():
+        own = f"buffer/{name}@{here.replica}"
+        replicas = [each for each in tensors if each.rpartition("@")[0] == f"buffer/{name}"]
+        yield from map(all_of, [own] if same or not replicas else replicas)
+    if same and (checkpoint.state["draws"] or f"rng/{here.rank}/torch" in tensors):
+        names = [each for each in tensors if each.startswith(f"rng/{here.rank}/")]
+        yield from map(all_of, names or [f"rng/{here.rank}/torch"])
+
+
 def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """Put all of a checkpoint into a trainer whose model is of the same shape."""
     here, saved = trainer.here, checkpoint.state
