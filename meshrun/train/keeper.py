@@ -3,7 +3,7 @@
     keeper = Keeper(trainer, Keeping(run.checkpoints, memory, parse("auto")))
     keeper.resume()                 # from the nodes' memory, else from the newest checkpoint that is whole
     keeper.after_step()             # saves when it is time, beside the training
-    keeper.last_words()             # into this node's memory: others are gone, and this rank's state is the last one
+    keeper.leave(graceful=False)    # others are gone: this rank's state goes into its node's memory
     keeper.finish()
 
 All ranks decide the same at the same steps: what differs between them (clocks, a slow disk) is compared at steps that
@@ -30,6 +30,7 @@ from meshrun.state.saver import Saver
 from meshrun.train.interval import Every, failures_apart
 from meshrun.train.state import (
     Drawn,
+    Moment,
     check,
     moment,
     passing,
@@ -47,6 +48,8 @@ if TYPE_CHECKING:
 
 SPARE_SHARE = 0.02
 """Copies in memory are made as often as they take at most this share of the time: every step, where they are quick."""
+LAST_SAVE = 20.0
+"""Seconds that a run which is told to stop takes for its last checkpoint."""
 HEARD_WITHIN = 1.0
 """Seconds that a rank which has lost others waits for the launcher to say which ones."""
 
@@ -87,7 +90,8 @@ class Keeper:
             if self._several and self._has_single and keeping.memory is not None
             else None
         )
-        self._first = Drawn.now(here.device)
+        self._first, self._drew = Drawn.now(here.device), False
+        """Where generators stood, and whether the program had drawn from them before."""
         self._moment = moment(trainer)
         self._torn = False
         self._cost: float | None = None
@@ -113,7 +117,7 @@ class Keeper:
 
     def _from_memory(self) -> str | None:
         here, memory = self.trainer.here, self.keeping.memory
-        if memory is None or self.keeping.generation == 0 or here.mesh is None:
+        if memory is None or self.keeping.generation == 0:
             return None
         offers = exchange.gather(here, memory)
         for indices in exchange.moments(offers, here):
@@ -187,6 +191,7 @@ class Keeper:
         except BadCheckpoint as error:
             wrong = str(error)
         checkpoint.close()
+        self._first, self._drew = Drawn.now(self.trainer.here.device), bool(checkpoint.state["draws"])
         return self._first_of(wrong) or None
 
     def _first_of(self, wrong: str) -> str:
@@ -195,10 +200,10 @@ class Keeper:
 
     def remember(self) -> None:
         """Note what the next step will change beside the weights, so that a step cut off leaves no trace."""
+        self._moment = now = moment(self.trainer)
         if self.keeping.memory is None or self.trainer.here.size == 1:
             return
-        self._moment = now = moment(self.trainer)
-        if now.buffers or not now.random.same(self._first):
+        if now.buffers or self._has_drawn(now):
             # Lost with this rank otherwise, and no other has them. Of two steps: ranks may be one apart.
             self.saver.put(f"passing-{now.step % 2}", passing(self.trainer, now), now.step, self._values())
 
@@ -280,7 +285,10 @@ class Keeper:
         return self.saver.busy or (self._neighbour is not None and self._neighbour.busy)
 
     def _values(self) -> dict[str, Any]:
-        return {**values(self.trainer, self._moment), "draws": not self._moment.random.same(self._first)}
+        return {**values(self.trainer, self._moment), "draws": self._has_drawn(self._moment)}
+
+    def _has_drawn(self, now: Moment) -> bool:
+        return self._drew or not now.random.same(self._first)
 
     def _report(self) -> None:
         for saved in self.saver.finished():
@@ -306,49 +314,77 @@ class Keeper:
                 wrong = str(error)
             if self._first_of(wrong) or checkpoint is None or checkpoint.step > before:
                 continue
-            try:
-                restore_model(self.trainer, checkpoint)
-            except BadCheckpoint as error:
-                wrong = str(error)
-            if not self._first_of(wrong):
+            with self.updating():
+                try:
+                    restore_model(self.trainer, checkpoint)
+                except BadCheckpoint as error:
+                    wrong = str(error)
+                wrong = self._first_of(wrong)
+            if not wrong:
                 return checkpoint.step
         raise RunFailed(f"there is no checkpoint of step {before} or before to go back to (--checkpoint)")
 
-    def last_words(self) -> None:
-        """Others are lost: leave this rank's state in its node's memory, unless a neighbour on the node leaves it."""
-        memory = self.keeping.memory
-        if memory is None or self._torn or self.trainer.here.device.type == "cuda":
+    def leave(self, graceful: bool) -> None:
+        """This training ends here, since others are lost or someone wants it to: leave its state to who goes on.
+
+        What a GPU still computes for ranks that are gone cannot be waited for; `graceful` says that it need not be.
+        """
+        if self._torn or (self.trainer.here.device.type == "cuda" and not graceful):
             return
-        here = self.trainer.here
+        memory, here = self.keeping.memory, self.trainer.here
+        if memory is None:
+            if here.size == 1:
+                self._save_and_wait()
+            return
         busy = memory / f"words-{here.rank}.busy"
         busy.touch()
         try:
-            dead = self._dead(memory)
-            first = here.rank - here.world.local_rank
-            local = range(first, first + here.world.local_size)
-
-            def writer(holders: tuple[int, ...]) -> int:
-                return min((rank for rank in holders if rank in local and rank not in dead), default=here.rank)
-
-            mine = {f"model/{each.name}" for each in weights(self.trainer) if writer(each.holders) == here.rank}
-            found = [
-                each
-                for each in regions(self.trainer, self._moment, writer)
-                if not each.name.startswith(("model/", "optimizer/")) or _weight_of(each.name) in mine
-            ]
-            self.saver.put("words", found, self._moment.step, self._values())
+            dead, final = self._word_of_the_launcher(memory)
+            if final:
+                self._save_and_wait()
+            else:
+                self._last_words(dead)
         finally:
             busy.unlink(missing_ok=True)
 
-    def _dead(self, memory: Path) -> set[int]:
-        """Which ranks of this node are gone, as its launcher says."""
+    def _save_and_wait(self) -> None:
+        """Nobody comes after this rank: its state goes to disk."""
+        if self.keeping.every.never or self._moment.step in (0, self._saved):
+            return
+        self.saver.wait()
+        self.saver.timeout = LAST_SAVE
+        self.saver.snapshot(regions(self.trainer, self._moment), self._moment.step, self._values())
+        self.saver.begin()
+        self.saver.wait()
+        self._report()
+
+    def _last_words(self, dead: set[int]) -> None:
+        """Into this node's memory, of what several ranks here hold once."""
+        here = self.trainer.here
+        first = here.rank - here.world.local_rank
+        local = range(first, first + here.world.local_size)
+
+        def writer(holders: tuple[int, ...]) -> int:
+            return min((rank for rank in holders if rank in local and rank not in dead), default=here.rank)
+
+        mine = {f"model/{each.name}" for each in weights(self.trainer) if writer(each.holders) == here.rank}
+        found = [
+            each
+            for each in regions(self.trainer, self._moment, writer)
+            if not each.name.startswith(("model/", "optimizer/")) or _weight_of(each.name) in mine
+        ]
+        self.saver.put("words", found, self._moment.step, self._values())
+
+    def _word_of_the_launcher(self, memory: Path) -> tuple[set[int], bool]:
+        """Which ranks of this node are gone, and whether none will be started again."""
         path, give_up = memory / f"dead-{self.keeping.generation}.json", time.monotonic() + HEARD_WITHIN
         while time.monotonic() < give_up:
             try:
-                return set(json.loads(path.read_text())["ranks"])
+                word = json.loads(path.read_text())
+                return set(word["ranks"]), bool(word["final"])
             except (OSError, ValueError):
                 time.sleep(0.01)
-        return set()
+        return set(), False
 
     def finish(self) -> None:
         """Wait for what is still being written."""
