@@ -7,33 +7,47 @@ Not for people: `run` starts it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
 import runpy
+import signal
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 
 import meshrun
 from meshrun import mesh
 from meshrun.cli.target import Target, find, make
-from meshrun.config import RunConfig, RunDirectory, write_json
-from meshrun.errors import RunFailed, UserError
+from meshrun.config import RunConfig, RunDirectory, write_json, write_whole
+from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.experiment import Experiment
+from meshrun.launch.job import WORTH_A_RESTART
 from meshrun.launch.local import die_with_launcher
+from meshrun.launch.lock import lock
+from meshrun.observe.beside import LATE, Beside, told
 from meshrun.observe.board import Board
 from meshrun.observe.events import Event, EventFile, read_events
 from meshrun.observe.failures import FirstFailure
+from meshrun.observe.hang import Finding
+from meshrun.observe.pulse import Pulse
 from meshrun.observe.report import write_report
+from meshrun.observe.stragglers import sniff_on
+from meshrun.observe.watch import Watcher
 from meshrun.parallel.build import How
-from meshrun.train.loop import Trainer
+from meshrun.train.bad_steps import Policy
+from meshrun.train.interval import parse as parse_interval
+from meshrun.train.keeper import Keeping
+from meshrun.train.loop import Stopped, Trainer
 from meshrun.world import detect
 
 Tell = Callable[[Event], None]
@@ -81,19 +95,24 @@ class Recorder:
             self.board.close()
 
 
-def rank_command(folder: Path, launcher: int) -> None:
-    """`meshrun rank RUN PID`: a process that our launcher, process PID, has started."""
+def rank_command(folder: Path, launcher: int, memory: Path | None = None) -> None:
+    """`meshrun rank RUN PID MEMORY`: a process that our launcher has started through process PID."""
     die_with_launcher(launcher)
-    run, rank = RunDirectory(folder), detect(os.environ).rank
+    run, world = RunDirectory(folder), detect(os.environ)
+    rank = world.rank
     print_to(run.log_of(rank))
     config = run.config()
     target = find(config.target)
     recorder = Recorder(run, rank, None)
+    pulse = None
     try:
         if target.entry is None:
             run_script(config, target)
         else:
-            _train(config, run, target, recorder)
+            if memory is not None:
+                pulse = Pulse.open(memory, rank, world.attempt)
+                mesh.listen(pulse.waiting)
+            _train(config, run, target, recorder, memory, pulse)
             mesh.finish()
         recorder("end")
         recorder.close()
@@ -104,24 +123,41 @@ def rank_command(folder: Path, launcher: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         # Without the clean-up at the end of a process: it waits for ranks that may be gone.
-        os._exit(2 if isinstance(error, UserError) else 1)
+        os._exit(2 if isinstance(error, UserError) else WORTH_A_RESTART if _may_go_away(error) else 1)
 
 
-def work(config: RunConfig, target: Target, tell: Tell) -> dict[str, Any]:
-    """Train as a rank that meshrun did not start (torchrun, MPI, Slurm, or this process alone)."""
+def _may_go_away(error: BaseException) -> bool:
+    """Whether the same ranks, started anew, may get further: others were lost, or a device or the network failed."""
+    return isinstance(error, mesh.PeerLost | Stopped | torch.distributed.DistError | torch.AcceleratorError)
+
+
+def work(config: RunConfig, target: Target, tell: Tell, again: RunDirectory | None = None) -> dict[str, Any]:
+    """Train as a rank that meshrun did not start (torchrun, MPI, Slurm, or alone), in a new run or in one `again`."""
     here = start_rank(config)
-    made = str(RunDirectory.create(config).path) if here.rank == 0 else None
-    run = RunDirectory(Path(here.from_rank_0(made)))
-    if not (run.path / "config.json").is_file():
-        raise UserError(
-            f"rank {here.rank} on {here.world.host} cannot see {run.path}; it must be on a shared disk (--runs)"
-        )
+    with contextlib.ExitStack() as held:
+        made, refusal = _owned(config, here, again, held) if here.rank == 0 else (None, "")
+        made, refusal = here.from_rank_0((made, refusal))
+        if refusal:
+            raise SharedError(refusal)
+        run = RunDirectory(Path(made))
+        if not (run.path / "config.json").is_file():
+            raise UserError(
+                f"rank {here.rank} on {here.world.host} cannot see {run.path}; it must be on a shared disk (--runs)"
+            )
+        return _work_in(run, here, target, tell)
+
+
+def _work_in(run: RunDirectory, here: mesh.Here, target: Target, tell: Tell) -> dict[str, Any]:
+    began, config = time.time(), run.config()
     recorder = Recorder(run, here.rank, tell if here.rank == 0 else None)
     try:
-        result = _train(run.config(), run, target, recorder)
+        with _watched(config, run, here, recorder) as pulse:
+            result = _train(config, run, target, recorder, None, pulse)
     except Exception as error:
+        if isinstance(error, mesh.PeerLost) and (hang := told(run.path)):
+            error = RunFailed(hang)
         failed = recorder.failure(error, here.rank)
-        said = _said_elsewhere(run, here, failed.sentence, isinstance(error, mesh.PeerLost))
+        said = _said_elsewhere(run, here, failed.sentence, isinstance(error, mesh.PeerLost), began)
         raise (UserError if failed.by_user else RunFailed)("" if said else failed.text) from error
     mesh.finish()
     recorder("end")
@@ -129,8 +165,62 @@ def work(config: RunConfig, target: Target, tell: Tell) -> dict[str, Any]:
     return result
 
 
+@contextlib.contextmanager
+def _watched(config: RunConfig, run: RunDirectory, here: mesh.Here, recorder: Recorder) -> Iterator[Pulse | None]:
+    """Without a launcher of ours the first two ranks of a node watch its ranks; each also watches the other."""
+    if here.size == 1:
+        yield None
+        return
+    world = here.world
+    folder = run.path / "pulse" / world.host
+    pulse = Pulse.open(folder, here.rank, world.attempt)
+    mesh.listen(pulse.waiting)
+    with contextlib.ExitStack() as watched:
+        if world.local_rank < 2:
+            late = LATE * world.local_rank
+            watcher = Watcher(folder, run.path, config, world.host, others=world.nodes > 1, late=late)
+            found = partial(_found, recorder)
+            watched.enter_context(
+                Beside(watcher, folder, world.local_size, world.attempt, found, end=config.on_hang != "report")
+            )
+        yield pulse
+        pulse.close()
+
+
+def _found(recorder: Recorder, finding: Finding) -> None:
+    recorder("hang", rank=finding.rank, sentence=finding.sentence)
+
+
+def _owned(
+    config: RunConfig, here: mesh.Here, again: RunDirectory | None, held: contextlib.ExitStack
+) -> tuple[str | None, str]:
+    """On rank 0: the run directory, whose owner this process is from now on, or why it cannot be."""
+    run = again or _directory(config, here)
+    try:
+        held.enter_context(lock(run))
+    except SharedError as error:
+        return None, str(error)
+    if again is not None:
+        run.renew_config(config)
+    return str(run.path), ""
+
+
+def _directory(config: RunConfig, here: mesh.Here) -> RunDirectory:
+    """A new run directory; for ranks that their launcher has started anew, the one that they had."""
+    world = here.world
+    if not world.job:
+        return RunDirectory.create(config)
+    note = config.runs / ".jobs" / quote(world.job, safe="")
+    if world.attempt and note.is_file() and (had := RunDirectory(Path(note.read_text()))).path.is_dir():
+        return had
+    run = RunDirectory.create(config)
+    note.parent.mkdir(exist_ok=True)
+    write_whole(note, str(run.path))
+    return run
+
+
 def _said_elsewhere(
-    run: RunDirectory, here: mesh.Here, sentence: str, is_consequence: bool, patience: float = 2.0
+    run: RunDirectory, here: mesh.Here, sentence: str, is_consequence: bool, since: float, patience: float = 2.0
 ) -> bool:
     """Whether another rank tells the user: rank 0 the same, so that a thousand need not, or some rank the cause."""
     if here.rank == 0 and not is_consequence:
@@ -139,7 +229,7 @@ def _said_elsewhere(
     give_up = time.monotonic() + patience
     while time.monotonic() < give_up:
         events = (event for rank in others for event in read_events(run.events_of(rank)))
-        for event in (event for event in events if event["kind"] == "failure"):
+        for event in (event for event in events if event["kind"] == "failure" and event["time"] >= since):
             if event["sentence"] == sentence or (is_consequence and (here.rank or not event["secondary"])):
                 return True
         time.sleep(0.1)
@@ -154,9 +244,13 @@ def run_script(config: RunConfig, target: Target) -> None:
     runpy.run_path(str(target.path), run_name="__main__")
 
 
-def _train(config: RunConfig, run: RunDirectory, target: Target, recorder: Recorder) -> dict[str, Any]:
-    began = time.time()
+def _train(
+    config: RunConfig, run: RunDirectory, target: Target, recorder: Recorder, memory: Path | None, pulse: Pulse | None
+) -> dict[str, Any]:
+    began = time.monotonic()
     here = start_rank(config)
+    if pulse is not None:
+        pulse.sniff = sniff_on(here.device)
     experiment, scale, note = override(make(target, config.options), config)
     trainer = Trainer(
         experiment,
@@ -168,6 +262,18 @@ def _train(config: RunConfig, run: RunDirectory, target: Target, recorder: Recor
         weights=run.weights,
         record=recorder,
         how=how_of(config),
+        keeping=Keeping(
+            run.checkpoints,
+            memory if config.spare else None,
+            parse_interval(config.checkpoint),
+            config.keep,
+            config.mtbf,
+            here.world.attempt,
+            config.timeout,
+        ),
+        policy=Policy(config.on_nan, config.on_spike, config.spike),
+        life=pulse,
+        record_ids=config.record_ids,
     )
     # Each element once, however many ranks hold it.
     parameters = sum(here.gathered(sum(each.parameter.numel() / each.copies for each in trainer.placed.shards)))
@@ -190,14 +296,26 @@ def _train(config: RunConfig, run: RunDirectory, target: Target, recorder: Recor
     )
     for text in (*([note] if note else []), *trainer.placed.notes):
         recorder("note", text=text)
+    resumed = trainer.resume()
+    if resumed is not None:
+        recorder("resumed", **resumed)
+    if memory is not None:
+        # Ends this rank between two steps, so that its state can be left behind.
+        signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "stop", True))
+    try:
+        reached = trainer.train()
+    except (mesh.PeerLost, Stopped, KeyboardInterrupt) as error:
+        if trainer.keeper is not None:
+            trainer.keeper.leave(graceful=not isinstance(error, mesh.PeerLost))
+        raise
     result = {
         "run": str(run.path),
         "world": here.size,
         "layout": str(here.layout),
         "device": str(here.device),
-        **trainer.train(),
+        **reached,
     }
-    result["seconds"] = time.time() - began
+    result["seconds"] = time.monotonic() - began
     if here.rank == 0:
         write_json(run.path / "result.json", result)
         _draw_report(run, recorder)

@@ -36,9 +36,9 @@ class FirstFailure:
         return f"{self.sentence}{shown}{log}"
 
 
-def first_failure(run: RunDirectory, ended: Mapping[int, str], host: str) -> FirstFailure:
-    """`ended` says how each failed rank's process ended."""
-    said = {rank: _failure_of(run, rank) for rank in ended}
+def first_failure(run: RunDirectory, ended: Mapping[int, str], host: str, since: float = 0.0) -> FirstFailure:
+    """`ended` says how each failed rank's process ended; what ranks wrote before `since` is of an earlier start."""
+    said = {rank: _failure_of(run, rank, since) for rank in ended}
     spoke = [(event["secondary"], event["time"], rank) for rank, event in said.items() if event is not None]
     silent = [rank for rank, event in said.items() if event is None]
     causes = [entry for entry in spoke if not entry[0]]
@@ -53,8 +53,9 @@ def first_failure(run: RunDirectory, ended: Mapping[int, str], host: str) -> Fir
     return _killed(run, killed[0], ended[killed[0]], host)
 
 
-def _failure_of(run: RunDirectory, rank: int) -> Event | None:
-    failures = [event for event in read_events(run.events_of(rank)) if event["kind"] == "failure"]
+def _failure_of(run: RunDirectory, rank: int, since: float) -> Event | None:
+    events = read_events(run.events_of(rank))
+    failures = [event for event in events if event["kind"] == "failure" and event["time"] >= since]
     return failures[0] if failures else None
 
 

@@ -41,7 +41,7 @@ class Story:
             transient=True,
         )
         self._task: TaskID | None = None
-        self._rate, self._shown, self._total = 0.0, 0.0, 0
+        self._rate, self._shown, self._total, self._saved = 0.0, 0.0, 0, False
 
     def __enter__(self) -> Story:
         return self
@@ -68,6 +68,29 @@ class Story:
                     self._line(f"step {event['step']:,}  {name}  {_scores(scores)}")
             case "note":
                 self._line(event["text"])
+            case "restart" | "hang" | "straggler":
+                self._line(event["sentence"])
+            case "checkpoint":
+                self._checkpoint(event)
+            case "skipped":
+                self._line(f"step {event['step']:,}: its batch is skipped, as {event['why']}")
+            case "rollback":
+                self._line(f"back from step {event['from_step']:,} to step {event['to_step']:,}, as {event['why']}")
+            case "resumed":
+                self._line(
+                    f"goes on after step {event['step']:,} from {event['source']}, loaded in {event['seconds']:.1f} s"
+                )
+
+    def _checkpoint(self, event: Event) -> None:
+        """The first one, to show that they work and what they cost, and each that fails."""
+        if event.get("error"):
+            self._line(f"step {event['step']:,}: the checkpoint could not be kept: {event['error']}")
+        elif not self._saved:
+            self._saved = True
+            self._line(
+                f"step {event['step']:,}: first checkpoint, {event['bytes'] / 1e6:,.1f} MB in {event['seconds']:.1f} s "
+                f"beside the training, which it held up for {1000 * event['stall']:.0f} ms"
+            )
 
     def _begin(self, event: Event) -> None:
         self._total = event["total_steps"]
@@ -110,10 +133,12 @@ def _scores(scores: dict[str, float]) -> str:
 
 
 class Follow:
-    """Tells a story from rank 0's events and log while they are written."""
+    """Tells a story from rank 0's events and log while they are written; what an earlier start wrote is known."""
 
     def __init__(self, story: Story, events: Path, log: Path) -> None:
         self._story, self._events, self._log = story, Follower(events), Follower(log)
+        for file in (self._events, self._log):
+            file.new_lines()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="story", daemon=True)
 

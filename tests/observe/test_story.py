@@ -96,6 +96,34 @@ def test_evaluations_and_notes_are_lines_on_both(in_a_log: Shown, on_a_terminal:
         assert "batch 64 -> [128]" in shown, "brackets are no markup"
 
 
+@pytest.mark.parametrize("kind", ["restart", "hang", "straggler"])
+def test_what_befalls_ranks_is_told_in_its_own_sentence(kind: str, in_a_log: Shown):
+    in_a_log.tell({"kind": kind, "sentence": "rank 1 on node7 was killed by SIGKILL [after] step 2"})
+    assert in_a_log.lines == ["rank 1 on node7 was killed by SIGKILL [after] step 2"]
+
+
+def test_of_checkpoints_the_first_is_told_and_each_that_fails(in_a_log: Shown):
+    saved = {"kind": "checkpoint", "seconds": 1.25, "stall": 0.031, "bytes": 12_345_678, "error": None}
+    for number in (100, 200):
+        in_a_log.tell({**saved, "step": number})
+    in_a_log.tell({**saved, "step": 300, "error": "No space left on device"})
+    assert in_a_log.lines == [
+        "step 100: first checkpoint, 12.3 MB in 1.2 s beside the training, which it held up for 31 ms",
+        "step 300: the checkpoint could not be kept: No space left on device",
+    ]
+
+
+def test_batches_left_out_ways_back_and_resuming_are_told(in_a_log: Shown):
+    in_a_log.tell({"kind": "skipped", "step": 1200, "why": "the loss is nan"})
+    in_a_log.tell({"kind": "rollback", "from_step": 1200, "to_step": 1000, "why": "the loss is nan"})
+    in_a_log.tell({"kind": "resumed", "step": 1000, "source": "the nodes' memory", "seconds": 0.24})
+    assert in_a_log.lines == [
+        "step 1,200: its batch is skipped, as the loss is nan",
+        "back from step 1,200 to step 1,000, as the loss is nan",
+        "goes on after step 1,000 from the nodes' memory, loaded in 0.2 s",
+    ]
+
+
 def test_terminal_shows_a_bar_with_progress_loss_rate_and_time_left(on_a_terminal: Shown):
     on_a_terminal.tell(START)
     on_a_terminal.tell(step(515, loss=0.125))

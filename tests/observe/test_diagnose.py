@@ -1,0 +1,131 @@
+"""Who is to blame, from what the ranks show: cases that are hard to bring about with real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrun.observe import hang
+from meshrun.observe.flight import Call, Group
+from meshrun.observe.hang import DataReader, Witness, diagnose, place_of
+from meshrun.observe.pulse import Reading
+from meshrun.observe.stacks import Frame
+from meshrun.observe.testimony import all_witnesses, publish
+
+TORCH = "/venv/lib/python3.11/site-packages/torch"
+BACKWARD = [Frame(f"{TORCH}/autograd/graph.py", 800, "_engine_run_backward"), Frame("/home/me/loop.py", 4, "main")]
+IN_COLLECTIVE = [Frame(f"{TORCH}/distributed/distributed_c10d.py", 3000, "all_reduce"), Frame("/home/me/a.py", 9, "f")]
+READING = [Frame(f"{TORCH}/utils/data/dataloader.py", 1200, "_try_get_data"), Frame("/home/me/loop.py", 3, "main")]
+
+
+def pulse(rank: int, silent: float = 11.2, phase: str = "computing", what: str = "the gradients of step 12") -> Reading:
+    return Reading(
+        rank=rank, pid=100 + rank, generation=0, thread=1, beats=9, beat_age=0.1, marks=50, silent=silent, step=12,
+        phase=phase, what=what, finished=11, last=11, longest=0.3, seconds=3.0, data_wait=0.1, cpu=2.0, sniff=0.001,
+        evaluations=0, longest_evaluating=0.0,
+    )  # fmt: skip
+
+
+def pending(number: int, name: str = "all_reduce", age: float = 11.0, ranks: tuple[int, ...] = (0, 1)) -> Group:
+    return Group("gloo:0", ranks, (Call(number, name, "[10] Float", age, False),))
+
+
+def waiting(rank: int, **changes: Any) -> Witness:
+    return Witness(
+        **{"pulse": pulse(rank), "host": "node7", "frames": IN_COLLECTIVE, "groups": [pending(37)], **changes}
+    )
+
+
+def user_file(tmp_path: Path, line: str) -> Frame:
+    path = tmp_path / "model.py"
+    path.write_text(f"def forward():\n    {line}\n")
+    return Frame(str(path), 2, "forward")
+
+
+def test_backward_pass_is_a_wait_only_with_a_collective_under_way():
+    assert place_of(waiting(0, frames=BACKWARD)).kind == "others"
+    busy = place_of(waiting(0, frames=BACKWARD, groups=[]))
+    assert (busy.kind, busy.text) == ("code", "has been in loop.py:4 main")
+
+
+def test_rank_that_computes_its_backward_pass_forever_is_named():
+    finding = diagnose([waiting(0), waiting(1, frames=BACKWARD, groups=[])])
+    assert finding.rank == 1
+    assert finding.sentence == (
+        "rank 1 on node7 has been in loop.py:4 main for 11 s at step 12, "
+        "while rank 0 waits for it in the gradients of step 12"
+    )
+
+
+@pytest.mark.parametrize(("line", "kind"), [("total = loss.item()", "others"), ("total = slow(loss)", "code")])
+def test_reading_a_number_of_a_gpu_is_a_wait_for_the_collectives_before_it(tmp_path: Path, line: str, kind: str):
+    frame = user_file(tmp_path, line)
+    assert place_of(waiting(0, frames=[frame])).kind == kind
+    assert place_of(waiting(0, frames=[frame], groups=[])).kind == "code"
+
+
+def test_process_that_waits_for_a_disk_is_named_so(tmp_path: Path):
+    finding = diagnose(
+        [waiting(0), waiting(1, state="D", groups=[], frames=[user_file(tmp_path, "data = open(x).read()")])]
+    )
+    assert finding.sentence.startswith(
+        "rank 1 on node7 has been in model.py:2 forward (data = open(x).read()), "
+        "where it waits for a disk or a network file system, for 11 s at step 12"
+    )
+
+
+def test_of_several_readers_the_one_that_is_not_idle_is_named(tmp_path: Path):
+    idle = DataReader(7, "S", [Frame(f"{TORCH}/utils/data/_utils/worker.py", 300, "_worker_loop")])
+    busy = DataReader(8, "S", [user_file(tmp_path, "time.sleep(9)"), *idle.frames])
+    finding = diagnose([waiting(0), waiting(1, frames=READING, groups=[], readers=[idle, busy])])
+    assert finding.rank == 1
+    assert "its data reader (process 8), which is in model.py:2 forward (time.sleep(9))" in finding.sentence
+
+
+def test_rank_whose_readers_are_gone_is_named_so():
+    finding = diagnose([waiting(0), waiting(1, frames=READING, groups=[])])
+    assert "for its data reader, of which no process is left" in finding.sentence
+
+
+def test_stopped_rank_comes_before_one_that_is_in_its_own_code(tmp_path: Path):
+    busy = waiting(0, groups=[], frames=[user_file(tmp_path, "pass")])
+    assert diagnose([busy, waiting(1, state="T", frames=[], groups=[])]).rank == 1
+
+
+def test_rank_that_has_finished_while_others_wait_is_named():
+    done = waiting(1, pulse=pulse(1, phase="done", what=""), frames=[], groups=[])
+    assert diagnose([waiting(0, groups=[]), done]).sentence == (
+        "rank 1 on node7 has finished at step 12, while rank 0 waits for it in the gradients of step 12"
+    )
+
+
+def test_nobody_is_named_where_all_wait_for_ranks_that_are_not_seen():
+    finding = diagnose([waiting(rank, groups=[pending(37, ranks=(0, 1, 2, 3))]) for rank in (0, 1)])
+    assert finding.rank == -1
+    assert finding.sentence == (
+        "no rank on node7 has got on for 11 s at step 12: ranks 0 and 1 wait for others in the gradients of step 12"
+    )
+
+
+def test_many_ranks_are_counted_and_not_listed(tmp_path: Path):
+    guilty = waiting(9, groups=[], frames=[user_file(tmp_path, "pass")])
+    finding = diagnose([*map(waiting, range(9)), guilty])
+    assert "while ranks 0, 1, 2, 3, 4, 5 and 3 more wait for it" in finding.sentence
+
+
+def test_recipes_count_as_the_users_code_and_the_rest_of_meshrun_does_not():
+    ours = Frame(f"{hang._OURS}train/step.py", 70, "__call__")
+    recipe = Frame(f"{hang._OURS}recipes/digits.py", 30, "forward")
+    assert "digits.py:30" in place_of(waiting(0, frames=[ours, recipe, ours], groups=[])).text
+    assert "step.py:70" in place_of(waiting(0, frames=[ours], groups=[])).text
+
+
+def test_witnesses_of_other_nodes_are_read_as_they_were_written(tmp_path: Path):
+    there = waiting(1, host="node8", readers=[DataReader(8, "T", [Frame("a.py", 1, "f")])])
+    publish(tmp_path / "hangs", 0, [there])
+    publish(tmp_path / "hangs", 1, [waiting(2)])
+    found = all_witnesses(tmp_path / "hangs", 0, [waiting(0)], give_up=0.0)
+    assert [each.rank for each in found] == [0, 1]
+    assert found[1].readers == there.readers and found[1].groups == there.groups and found[1].pulse == there.pulse

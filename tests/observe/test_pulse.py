@@ -1,0 +1,189 @@
+"""A rank's sign of life: cheap to give, whole when read, and of this rank's own process."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshrun.observe import flight, stacks
+from meshrun.observe.pulse import BEAT_EVERY, Pulse, PulseView
+
+
+@pytest.fixture
+def pulse(tmp_path: Path) -> Iterator[Pulse]:
+    opened = Pulse.open(tmp_path, 3, generation=2)
+    yield opened
+    opened.close()
+
+
+def view_of(folder: Path) -> PulseView:
+    view = PulseView.open(folder, 3)
+    assert view is not None
+    return view
+
+
+def test_no_pulse_is_seen_before_a_rank_has_one(tmp_path: Path):
+    assert PulseView.open(tmp_path, 3) is None
+
+
+def test_mark_shows_where_a_rank_is_and_since_when(pulse: Pulse, tmp_path: Path):
+    view = view_of(tmp_path)
+    first = view.read()
+    assert (first.rank, first.pid, first.generation, first.phase) == (3, os.getpid(), 2, "starting")
+    pulse.mark("computing", 12)
+    pulse.waiting("the gradients of step 12")
+    time.sleep(0.05)
+    now = view.read()
+    assert (now.phase, now.step, now.what) == ("computing", 12, "the gradients of step 12")
+    assert now.marks == first.marks + 2
+    assert 0.05 <= now.silent < 0.5
+    pulse.waiting(None)
+    assert view.read().what == ""
+
+
+def test_same_words_again_are_progress(pulse: Pulse, tmp_path: Path):
+    view = view_of(tmp_path)
+    pulse.mark("evaluating", 12)
+    before = view.marks
+    pulse.mark("evaluating", 12)
+    assert view.marks == before + 1
+
+
+def test_words_that_are_too_long_are_cut(pulse: Pulse, tmp_path: Path):
+    pulse.waiting("ü" * 500)
+    assert view_of(tmp_path).read().what.startswith("ü" * 99)
+
+
+def test_longest_step_leaves_out_the_first_which_pays_for_starting(pulse: Pulse, tmp_path: Path):
+    view = view_of(tmp_path)
+    seen = []
+    for number, seconds in enumerate((8.0, 0.2, 0.3, 0.1), 1):
+        pulse.finished(number, seconds, 0.01)
+        seen.append(view.read().longest)
+    assert seen == [8.0, 0.2, 0.3, 0.3]
+    now = view.read()
+    assert (now.finished, now.last, now.phase, now.step) == (4, 4, "reading", 5)
+    assert now.seconds == pytest.approx(8.6) and now.data_wait == pytest.approx(0.04)
+
+
+def test_time_of_evaluations_is_known_after_the_first(pulse: Pulse, tmp_path: Path):
+    view = view_of(tmp_path)
+    pulse.mark("evaluating", 4)
+    time.sleep(0.05)
+    pulse.mark("evaluating", 4)
+    assert view.read().evaluations == 0
+    pulse.mark("reading", 5)
+    now = view.read()
+    assert now.evaluations == 1 and 0.05 <= now.longest_evaluating < 0.5
+
+
+def test_mark_costs_microseconds(pulse: Pulse):
+    """The least of many, as others run on this machine."""
+    least = float("inf")
+    for _ in range(20):
+        began = time.perf_counter()
+        for _ in range(500):
+            pulse.mark("computing", 12)
+        least = min(least, (time.perf_counter() - began) / 500)
+    assert least < 5e-6
+
+
+@pytest.mark.usefixtures("pulse")
+def test_beat_goes_on_while_the_main_thread_does_not(tmp_path: Path):
+    view = view_of(tmp_path)
+    before = view.read().beats
+    time.sleep(2.5 * BEAT_EVERY)
+    now = view.read()
+    assert now.beats >= before + 2
+    assert now.beat_age < 2 * BEAT_EVERY
+
+
+def write_marks(folder: Path, number: int) -> None:
+    pulse = Pulse.open(folder, 3, 0)
+    for index in range(number):
+        pulse.waiting(("a" if index % 2 else "b") * 200)
+        sum(range(1000))  # the reader needs a moment in which nobody writes
+    pulse.mark("done", number)
+
+
+def test_marks_are_never_read_torn(tmp_path: Path):
+    writer = multiprocessing.get_context("fork").Process(target=write_marks, args=(tmp_path, 50_000))
+    writer.start()
+    while (view := PulseView.open(tmp_path, 3)) is None:
+        time.sleep(0.01)
+    read = 0
+    while (now := view.read()).phase != "done":
+        assert now.what in ("", "a" * 200, "b" * 200)
+        read += 1
+    writer.join()
+    assert read > 100
+
+
+@pytest.mark.usefixtures("pulse")
+def test_rank_answers_a_question_for_its_collectives_at_its_next_beat(tmp_path: Path):
+    view = view_of(tmp_path)
+    question = view.ask()
+    assert flight.read(tmp_path, 3, question) is None
+    end = time.monotonic() + 4 * BEAT_EVERY
+    while flight.read(tmp_path, 3, question) is None and time.monotonic() < end:
+        time.sleep(0.02)
+    assert flight.read(tmp_path, 3, question) == []
+    assert flight.read(tmp_path, 3, question + 1) is None
+
+
+def sleep_here() -> None:
+    time.sleep(100)
+
+
+@pytest.mark.usefixtures("pulse")
+def test_process_and_those_that_it_forks_show_their_stacks_when_asked(tmp_path: Path):
+    file = stacks.path_of(tmp_path, 3)
+    thread = view_of(tmp_path).read().thread
+    own = stacks.thread_stacks(stacks.ask(os.getpid(), file))[thread]
+    assert any(frame.function == "test_process_and_those_that_it_forks_show_their_stacks_when_asked" for frame in own)
+    child = multiprocessing.get_context("fork").Process(target=sleep_here)
+    child.start()
+    try:
+        time.sleep(0.1)
+        frames = stacks.thread_stacks(stacks.ask(child.pid or 0, file))[thread]
+        assert frames[0].function == "sleep_here"
+        assert str(frames[0]) == f"test_pulse.py:{frames[0].line} sleep_here (time.sleep(100))"
+        assert child.pid in stacks.children_of(os.getpid())
+    finally:
+        child.kill()
+        child.join()
+
+
+@pytest.mark.usefixtures("pulse")
+def test_process_that_expects_no_question_is_not_asked(tmp_path: Path):
+    """The signal would end it."""
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    try:
+        time.sleep(0.1)
+        assert stacks.ask(stranger.pid, stacks.path_of(tmp_path, 3)) == ""
+        assert stranger.poll() is None
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+@pytest.mark.ranks(2)
+def test_what_a_rank_waits_for_is_told_also_where_waits_lie_in_each_other():
+    from meshrun import mesh
+
+    mesh.use(mesh.Meeting(device="cpu"))
+    here = mesh.start()
+    told: list[str | None] = []
+    mesh.listen(told.append)
+    with here.waiting("the gradients"):
+        here.gathered(1)
+    with pytest.raises(ValueError, match="own"), here.waiting("the end"):
+        raise ValueError("the user's own")
+    assert told == ["the gradients", "a word from every rank", "the gradients", None, "the end", None]

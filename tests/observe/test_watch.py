@@ -1,0 +1,69 @@
+"""How long a rank may be silent, and whose pulses count; and a hang as the user of `meshrun run` reads of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from meshrun.config import RunConfig
+from meshrun.observe.pulse import Pulse
+from meshrun.observe.watch import Watcher, limit_of
+from tests.launch.command import meshrun
+from tests.observe.test_diagnose import pulse
+
+HANGING = str(Path(__file__).parent / "programs/hanging.py")
+DEFAULT = RunConfig("x", timeout=600)
+IN_THREE = RunConfig("x", timeout=600, hang_after=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "default", "in_three"),
+    [
+        ({"longest": 0.3}, 10, 3),
+        ({"longest": 4.0}, 40, 3),
+        ({"finished": 0}, 600, 600),
+        ({"phase": "saving"}, 600, 600),
+        ({"phase": "compiling"}, 600, 600),
+        ({"phase": "evaluating"}, 600, 600),
+        ({"phase": "evaluating", "evaluations": 1, "longest_evaluating": 0.1}, 10, 3),
+        ({"phase": "evaluating", "evaluations": 1, "longest_evaluating": 7.0}, 70, 70),
+    ],
+)
+def test_limit_follows_the_pace_of_the_run(changes: dict[str, object], default: float, in_three: float):
+    rank = replace(pulse(0), **changes)  # type: ignore[arg-type]
+    assert limit_of(rank, [rank], DEFAULT) == default
+    assert limit_of(rank, [rank], IN_THREE) == in_three
+
+
+def test_slowest_rank_sets_the_limit_of_all():
+    quick, slow = replace(pulse(0), longest=0.1), replace(pulse(1), longest=3.0)
+    assert limit_of(quick, [quick, slow], DEFAULT) == 30
+
+
+def test_pulses_of_an_earlier_generation_or_of_another_process_count_for_nothing(tmp_path: Path):
+    rank = Pulse.open(tmp_path, 0, generation=0)
+    rank.finished(7, 0.1, 0.0)
+    watch = Watcher(tmp_path, tmp_path, DEFAULT, "node7")
+    for pid, generation, reached in ((os.getpid(), 1, 0), (os.getpid() + 1, 0, 0), (os.getpid(), 0, 7)):
+        watch.started({0: pid}, generation)
+        assert watch.progress() == reached
+    watch.started({0: os.getpid()}, 1)
+    assert watch.progress() == 7, "what was reached once stays reached"
+    rank.close()
+
+
+def test_user_reads_of_a_hang_in_one_sentence(tmp_path: Path):
+    words = ("--fault", "forward", "--hang-after", 2, "--on-hang", "end", "--steps", 50)
+    ended = meshrun(tmp_path, "run", HANGING, "--procs", 2, *words)
+    assert ended.status == 1
+    assert re.fullmatch(
+        rf"rank 1 on {socket.gethostname()} has been in hanging\.py:\d+ forward \(time\.sleep\(FOREVER\)\) for \d s at "
+        r"step 6, while rank 0 waits for it in the gradients of step 6; all stacks are in runs/hanging-1/hangs/.*\.txt",
+        ended.sentences[-1],
+    ), ended.err
+    assert (tmp_path / ended.sentences[-1].rpartition(" ")[2]).is_file()
