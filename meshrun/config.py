@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import tempfile
 import tomllib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from meshrun.errors import UserError
 
 FORMAT = 1
 RUNS = Path("runs")
-MEMORY = Path("/dev/shm")
+MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 
 def option(default: Any, help: str) -> Any:
@@ -68,7 +69,7 @@ class RunConfig:
     spare: bool = option(True, "Keep a copy of the state in the nodes' memory, so that a lost rank costs no step.")
     restarts: int = option(3, "Times in a row, without a finished step between, that lost ranks are replaced.")
     on_hang: Literal["restart", "end", "report"] = option("restart", "What to do with a run that hangs.")
-    hang_after: float | None = option(None, "Seconds without progress that are a hang; from the run's pace when absent.")
+    hang_after: float | None = option(None, "Seconds without progress that are a hang; by the pace when absent.")
     on_nan: Literal["stop", "skip", "rollback"] = option(
         "stop", "A loss that is no number: stop, skip its batch, or go back to a checkpoint and skip from there."
     )
@@ -167,10 +168,25 @@ class RunDirectory:
 
     def save_config(self, config: RunConfig, resolved: dict[str, Any]) -> None:
         """Write config.json: what was asked for, and what it came to once the experiment and the mesh were known."""
-        write_json(self.path / "config.json", {"format": FORMAT, "config": config.to_json(), "resolved": resolved})
+        document = {"format": FORMAT, "config": config.to_json(), "resolved": resolved}
+        if history := self.document().get("history"):
+            document["history"] = history
+        write_json(self.path / "config.json", document)
+
+    def renew_config(self, config: RunConfig) -> None:
+        """Go on with another configuration; what was there before is kept under `history`, oldest first."""
+        before = self.document()
+        history = [*before.pop("history", []), before]
+        write_json(self.path / "config.json", {"format": FORMAT, "config": config.to_json(), "history": history})
+
+    def document(self) -> dict[str, Any]:
+        """All of config.json; nothing while there is none."""
+        path = self.path / "config.json"
+        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        return found
 
     def config(self) -> RunConfig:
-        return RunConfig.from_json(json.loads((self.path / "config.json").read_text())["config"])
+        return RunConfig.from_json(self.document()["config"])
 
     @property
     def events(self) -> Path:
@@ -188,10 +204,15 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    def memory_of(self, node: int) -> Path:
+    def memory_of(self, node: int | str) -> Path:
         """A folder in a node's own memory for this run: what survives a lost process, and not the node."""
+        return self.memories / f"node-{node}"
+
+    @property
+    def memories(self) -> Path:
+        """Where all folders for this run in this machine's memory are."""
         who = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:16]
-        return MEMORY / f"meshrun-{os.getuid()}" / who / f"node-{node}"
+        return MEMORY / f"meshrun-{os.getuid()}" / who
 
     def events_of(self, rank: int) -> Path:
         return self.events / f"rank-{rank:05d}.jsonl"

@@ -6,6 +6,9 @@
     asked = parse_verify(["digits", "--layouts", "dp=2; fsdp=2", "--width", "256"])
     asked.beyond["layouts"]
 
+    asked = parse_resume(["runs/digits-1", "--procs", "4"])
+    asked.run, asked.config
+
 typer reads the words and prints the help; the parameters that it sees are put together here, since an experiment
 function is only known once TARGET is.
 """
@@ -14,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,7 +25,7 @@ import typer
 
 from meshrun.cli.options import REQUIRED, Option, options_of, run_options, to_document
 from meshrun.cli.target import Target, find
-from meshrun.config import RunConfig, option_fields, read_file
+from meshrun.config import FORMAT, RunConfig, RunDirectory, option_fields, read_file
 from meshrun.errors import UserError
 
 GENERAL = [
@@ -32,7 +35,10 @@ GENERAL = [
 ]
 SHADOWABLE = ("steps", "epochs", "batch", "micro", "seed", "clip", "precision")
 """Options of a run that an experiment function may have as parameters of its own, which then get the value."""
-FOR_SCRIPTS = ("procs", "layout", "device", "backend", "threads", "port", "timeout", "name", "runs")
+FOR_SCRIPTS = (
+    *("procs", "layout", "device", "backend", "threads", "port", "timeout", "name", "runs", "restarts"),
+    *("nodes", "join"),
+)
 """Options of a run that make sense for a plain script; all other words are the script's."""
 OF_VERIFY = [
     Option(
@@ -46,11 +52,30 @@ OF_VERIFY = [
     Option("timeout", float, 120.0, "Seconds that a rank waits for the others before it gives up."),
     Option("keep", Path, None, "Folder to keep logs, weights and all that was compared in."),
 ]
+NOT_FOR_RESUME = ("name", "runs")
+"""Options of a run that decide its directory, which is there already."""
+OF_ONE_START = ("join", "port")
+"""Options that say where nodes meet: they hold for one start of a run, and not for the next."""
+BEYOND_A_RUN = ("layouts", "tolerance", "keep")
+"""Options of `verify` that say nothing on a single run."""
 NOT_FOR_VERIFY = (
     *("procs", "layout", "epochs", "eval_every", "workers", "prefetch", "port", "name", "runs", "tensorboard"),
     *("steps", "timeout", "allow_tp_across_nodes", "compress"),
+    *("checkpoint", "keep", "mtbf", "spare", "restarts", "on_hang", "hang_after", "on_nan", "on_spike", "spike"),
+    *("record_ids", "nodes", "join"),
 )
 """Options of a run that `verify` decides by itself, or has with other defaults; compression changes numbers."""
+OF_CHAOS = [
+    Option("faults", int, 200, "Faults to strike."),
+    Option("seed", int, 1, "Decides which faults strike when, and where."),
+    Option("kinds", str, None, "Kinds of faults, such as kill-update,disk-full; all of them when absent."),
+    Option("keep", Path, None, "Folder to keep all runs in; else only those that failed are kept."),
+]
+NOT_FOR_CHAOS = (
+    *("seed", "keep", "port", "name", "runs", "tensorboard", "timeout"),
+    *("restarts", "on_hang", "record_ids", "spare", "nodes", "join"),
+)
+"""Options of a run that `chaos` decides by itself, or has with another meaning."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +87,8 @@ class Asked:
     as_json: bool
     beyond: dict[str, Any] = field(default_factory=dict)
     """The command's own options, which are none of a run."""
+    run: RunDirectory | None = None
+    """The run to go on with."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +100,8 @@ class Command:
     options: list[Option]
     scripts: bool = False
     """Whether a plain script can be its target."""
+    beyond: tuple[str, ...] = ()
+    """Options that are none of a run, though a run may have some of the same name."""
 
 
 def parse_run(words: list[str]) -> Asked | None:
@@ -83,7 +112,59 @@ def parse_run(words: list[str]) -> Asked | None:
 def parse_verify(words: list[str]) -> Asked | None:
     """Read the words after `verify`; None when they only asked for help."""
     of_run = [each for each in run_options() if each.name not in NOT_FOR_VERIFY]
-    return _parse(Command("verify", "Verify that every mesh computes the same for", [*OF_VERIFY, *of_run]), words)
+    return _parse(
+        Command("verify", "Verify that every mesh computes the same for", [*OF_VERIFY, *of_run], beyond=BEYOND_A_RUN),
+        words,
+    )
+
+
+def parse_chaos(words: list[str]) -> Asked | None:
+    """Read the words after `chaos`; None when they only asked for help."""
+    of_run = [each for each in run_options() if each.name not in NOT_FOR_CHAOS]
+    beyond = tuple(each.name for each in OF_CHAOS)
+    return _parse(Command("chaos", "Strike faults into runs of", [*OF_CHAOS, *of_run], beyond=beyond), words)
+
+
+def parse_resume(words: list[str]) -> Asked | None:
+    """Read the words after `resume`; None when they only asked for help."""
+    options = [each for each in run_options() if each.name not in NOT_FOR_RESUME]
+    command = Command("resume", "Go on with", options)
+    text = _target_in(command, words)
+    if text is None:
+        if "--help" not in words:
+            raise UserError("resume needs a RUN: the directory of a run, such as runs/digits-1")
+        of_any = [("Options of the run, which stay as they were when absent", options), ("General", GENERAL)]
+        what = "Go on with RUN, a run directory, from its newest checkpoint; after RUN, --help lists all its options."
+        invoke(_app(what, of_any, False, dict), ["--help"], "meshrun resume RUN")
+        return None
+    run, before = _run_at(Path(text))
+    target = find(before.target)
+    if target.entry is None:
+        raise UserError(f"{text} is a run of the plain script {target.label}, which keeps no state that meshrun knows")
+    asked = _read(command, target, text, words, before)
+    return asked and replace(asked, run=run)
+
+
+def _run_at(path: Path) -> tuple[RunDirectory, RunConfig]:
+    """The run in that directory, and what was asked for when it was started."""
+    if not path.is_dir():
+        raise UserError(f"there is no run {str(path)!r}; give the directory of one, such as runs/digits-1")
+    run = RunDirectory(path)
+    try:
+        document = run.document()
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path / 'config.json'} cannot be read: {error}") from None
+    if not document:
+        raise UserError(f"{str(path)!r} is no run: it has no config.json")
+    if document.get("format", 0) > FORMAT:
+        raise UserError(
+            f"{path} has a config.json of format {document['format']}, but this meshrun knows formats up to {FORMAT}; "
+            f"use the version of meshrun that wrote it, or a newer one"
+        )
+    try:
+        return run, RunConfig.from_json(document["config"])
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{path / 'config.json'} is not what this version of meshrun writes: {error}") from None
 
 
 def _parse(command: Command, words: list[str]) -> Asked | None:
@@ -99,6 +180,11 @@ def _parse(command: Command, words: list[str]) -> Asked | None:
     target = find(text)
     if target.entry is None and not command.scripts:
         raise UserError(f"{target.label} is a plain script; {command.name} needs a function that returns an Experiment")
+    return _read(command, target, text, words, None)
+
+
+def _read(command: Command, target: Target, text: str, words: list[str], before: RunConfig | None) -> Asked | None:
+    """What the words ask for, with the options of the target; others are as `before`, or as usual."""
     own = options_of(target.function()) if target.entry is not None else []
     _refuse_clashes(command, target, own)
     names = {option.name for option in own}
@@ -109,7 +195,7 @@ def _parse(command: Command, words: list[str]) -> Asked | None:
     seen: list[Asked] = []
 
     def collect(given: dict[str, Any], rest: list[str]) -> None:
-        seen.append(_asked(target, own, others, given, rest))
+        seen.append(_asked(command, target, own, others, given, rest, before))
 
     rest = list(words)
     rest.remove(text)
@@ -122,17 +208,26 @@ def invoke(app: typer.Typer, words: list[str], name: str = "meshrun") -> Any:
     return typer.main.get_command(app).main(args=words, prog_name=name, standalone_mode=False)
 
 
-def _asked(target: Target, own: list[Option], others: list[Option], given: dict[str, Any], rest: list[str]) -> Asked:
+def _asked(
+    command: Command,
+    target: Target,
+    own: list[Option],
+    others: list[Option],
+    given: dict[str, Any],
+    rest: list[str],
+    before: RunConfig | None,
+) -> Asked:
     general = {option.name: given.pop(option.name) for option in GENERAL}
     options = {option.name: option for option in (*own, *others)}
     from_file = _from_file(general["config"], options) if general["config"] is not None else {}
     usual = {option.name: option.default for option in others if option.default is not None}
-    values = {**usual, **from_file, **{name: value for name, value in given.items() if value is not None}}
+    chosen = {**from_file, **{name: value for name, value in given.items() if value is not None}}
+    values = {**usual, **(_as_before(before, own, others, chosen) if before else {}), **chosen}
     for option in own:
         if option.default is REQUIRED and option.name not in values:
             raise UserError(f"{option.name} has no default in {target.label}; give it a value ({option.flag})")
     own_names = {option.name for option in own}
-    of_run = {each.name for each in option_fields()}
+    of_run = {each.name for each in option_fields()} - set(command.beyond)
     config = RunConfig(
         target=target.text if target.recipe else str(target.path) + (f":{target.entry}" if target.entry else ""),
         options={name: to_document(value) for name, value in values.items() if name in own_names},
@@ -141,6 +236,16 @@ def _asked(target: Target, own: list[Option], others: list[Option], given: dict[
     )
     beyond = {name: value for name, value in values.items() if name not in of_run | own_names}
     return Asked(target, config, bool(general["json"]), beyond)
+
+
+def _as_before(before: RunConfig, own: list[Option], others: list[Option], chosen: dict[str, Any]) -> dict[str, Any]:
+    """The values that a run had; a length that was chosen now replaces one that was chosen in other terms."""
+    kept = {each.name: getattr(before, each.name) for each in others if each.name not in OF_ONE_START}
+    if "epochs" in chosen and "steps" not in chosen:
+        kept["steps"] = None
+    kept |= {name: getattr(before, name) for name in NOT_FOR_RESUME}
+    known = {option.name: option for option in own}
+    return kept | {name: known[name].from_document(value) for name, value in before.options.items() if name in known}
 
 
 def _from_file(path: Path, options: dict[str, Option]) -> dict[str, Any]:

@@ -18,7 +18,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from meshrun import __version__
-from meshrun.cli.command import Asked, invoke, parse_run, parse_verify
+from meshrun.cli.command import Asked, invoke, parse_chaos, parse_resume, parse_run, parse_verify
+from meshrun.cli.export import export_command
+from meshrun.cli.inspect import inspect_command
 from meshrun.cli.target import recipes
 from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.world import detect
@@ -43,6 +45,22 @@ def run(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
 def verify(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
     """Train on several layouts, and prove that all compute the same as one process."""
     del target  # as `run`
+
+
+@app.command()
+def chaos(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
+    """Strike faults into runs, and prove that each ends as the run without them."""
+    del target  # as `run`
+
+
+@app.command()
+def resume(run: Annotated[str, typer.Argument(metavar="RUN")]) -> None:
+    """Go on with a run, on any mesh, from its newest checkpoint."""
+    del run  # as `run`
+
+
+app.command("export")(export_command)
+app.command("inspect")(inspect_command)
 
 
 @app.command("recipes")
@@ -87,18 +105,32 @@ def main(argv: list[str] | None = None) -> NoReturn:
 
 def _dispatch(words: list[str]) -> int:
     match words:
-        case ["rank", folder, launcher]:
+        case ["nursery", fd, launcher, *target]:
+            from meshrun.cli.nursery import nursery_command
+
+            return _dispatch(nursery_command(int(fd), int(launcher), next(iter(target), None)))
+        case ["cold-nursery", fd, launcher]:
+            from meshrun.launch.local import die_with_launcher
+            from meshrun.launch.nursery import serve
+
+            die_with_launcher(int(launcher))
+            serve(int(fd))
+        case ["rank", folder, launcher, *memory]:
             from meshrun.cli.rank import rank_command
 
-            rank_command(Path(folder), int(launcher))
+            rank_command(Path(folder), int(launcher), *map(Path, memory))
         case ["probe", folder, launcher]:
             from meshrun.cli.verify import probe_command
 
             probe_command(Path(folder), int(launcher))
         case ["run", *rest]:
             return _run(rest)
+        case ["resume", *rest]:
+            return _resume(rest)
         case ["verify", *rest]:
             return _verify(rest)
+        case ["chaos", *rest]:
+            return _chaos(rest)
         case _:
             return int(invoke(app, words or ["--help"]) or 0)
     return 0
@@ -120,20 +152,44 @@ def _verify(words: list[str]) -> int:
     return verify_command(asked)
 
 
+def _chaos(words: list[str]) -> int:
+    asked = _parsed(parse_chaos, words)
+    if asked is None:
+        return 0
+    from meshrun.cli.chaos import chaos_command
+
+    return chaos_command(asked)
+
+
 def _run(words: list[str]) -> int:
+    from meshrun.cli.run import nursery_for, run_command
+
+    with nursery_for(words, next(iter(words), None)) as nursery:
+        asked = _parsed_by_all(parse_run, words)
+        return _trained(asked, run_command(asked, nursery) if asked is not None else None)
+
+
+def _resume(words: list[str]) -> int:
+    from meshrun.cli.resume import nursery_of_run, resume_command
+
+    with nursery_of_run(words) as nursery:
+        asked = _parsed_by_all(parse_resume, words)
+        return _trained(asked, resume_command(asked, nursery) if asked is not None else None)
+
+
+def _parsed_by_all(parse: Callable[[list[str]], Asked | None], words: list[str]) -> Asked | None:
+    """All ranks were given the same words, so one of them says what is wrong with them."""
     try:
-        asked = _parsed(parse_run, words)
+        return _parsed(parse, words)
     except Exception:
-        # All ranks were given the same words, so one of them says what is wrong with them.
         if detect(os.environ).rank != 0:
             raise UserError("") from None
         raise
-    if asked is None:
-        return 0
-    from meshrun.cli.run import run_command
 
-    result = run_command(asked.config, asked.target, asked.as_json)
-    if result is None:
+
+def _trained(asked: Asked | None, result: dict[str, Any] | None) -> int:
+    """Show what a training has reached, on the one process that was given it."""
+    if asked is None or result is None:
         return 0
     if asked.as_json:
         print(json.dumps(result))

@@ -30,7 +30,8 @@ from meshrun.cli.command import Asked
 from meshrun.cli.target import find, make
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import RunFailed, UserError
-from meshrun.launch.local import Interrupted, Job, die_with_launcher, launch
+from meshrun.launch.local import PARENT, Interrupted, Job, die_with_launcher, launch
+from meshrun.launch.ranks import Nursery
 from meshrun.layout import Layout, parse
 from meshrun.observe.failures import FirstFailure, first_failure
 from meshrun.world import detect
@@ -167,39 +168,42 @@ def _verify(asked: Asked, layouts: list[Layout] | None, tolerance: float, folder
     if layouts is None:
         layouts = list(_covering(demands, config, left_out))
     objections = [_objection(demands, layout, how_of(config)) for layout in layouts]
-    with _Shown(Console(stderr=True), asked.target.label, 2 + objections.count(None)) as shown:
-        alone = _alone(config, experiment, tolerance, shown)
+    trainings = 2 + objections.count(None)
+    with Nursery(config.target) as nursery, _Shown(Console(stderr=True), asked.target.label, trainings) as shown:
+        alone = _alone(config, experiment, tolerance, shown, nursery)
         rows = [
-            _row(config, layout, alone, shown) if objection is None else Row(str(layout), False, cause=objection)
+            _row(config, layout, alone, shown, nursery)
+            if objection is None
+            else Row(str(layout), False, cause=objection)
             for layout, objection in zip(layouts, objections, strict=True)
         ]
     return Outcome(len(alone.found.losses), tolerance, rows, alone.noise, alone.allowed, left_out)
 
 
-def _alone(config: RunConfig, experiment: Experiment, tolerance: float, shown: _Shown) -> Alone:
+def _alone(config: RunConfig, experiment: Experiment, tolerance: float, shown: _Shown, nursery: Nursery) -> Alone:
     from meshrun.check.probe import Found
     from meshrun.check.verify import allow, measure
 
     config = replace(config, offload=False)  # without shards there is nothing to offload
-    folder = _trained(config, Layout(), "one process", shown)
+    folder = _trained(config, Layout(), "one process", shown, nursery)
     if isinstance(folder, FirstFailure):
         raise (UserError if folder.by_user else RunFailed)(folder.text)
     found = Found.read(folder)
     # Three pieces: other sums than those of two or four equal parts, and uneven where the batch is no multiple.
     micro = -(-min(experiment.micro or experiment.batch, experiment.batch) // 3)
-    twin = _trained(replace(config, micro=micro), Layout(), "one process, other micro-batches", shown)
+    twin = _trained(replace(config, micro=micro), Layout(), "one process, other micro-batches", shown, nursery)
     noise = measure(found, Found.read(twin), (folder, twin)) if isinstance(twin, Path) else None
     return Alone(folder, found, noise, allow(tolerance, noise, len(found.losses)))
 
 
-def _row(config: RunConfig, layout: Layout, alone: Alone, shown: _Shown) -> Row:
+def _row(config: RunConfig, layout: Layout, alone: Alone, shown: _Shown, nursery: Nursery) -> Row:
     """Train on a layout, and compare."""
     from meshrun.check.causes import likely_cause
     from meshrun.check.probe import Found
     from meshrun.check.verify import judge, measure
 
     began = time.monotonic()
-    trained = _trained(config, layout, str(layout), shown)
+    trained = _trained(config, layout, str(layout), shown, nursery)
     seconds = round(time.monotonic() - began, 2)
     if isinstance(trained, FirstFailure):
         return Row(str(layout), False, cause=_in_one_line(trained), seconds=seconds)
@@ -264,13 +268,15 @@ def _most_ranks(config: RunConfig) -> int:
     return min(8, max(2, 2 * len(granted())))
 
 
-def _trained(config: RunConfig, layout: Layout, what: str, shown: _Shown) -> Path | FirstFailure:
+def _trained(config: RunConfig, layout: Layout, what: str, shown: _Shown, nursery: Nursery) -> Path | FirstFailure:
     """Train on a layout; returns the folder in which ranks have written what they found."""
     shown.begin(what)
     name = str(layout).replace(",", "-").replace("=", "").replace(":", "-") + ("-micro" if "micro" in what else "")
     run = RunDirectory.create(replace(config, procs=layout.size, layout=str(layout), name=name))
     try:
-        failures = launch(Job(["-m", "meshrun", "probe", str(run.path), str(os.getpid())], layout.size))
+        failures = launch(
+            Job(["-m", "meshrun", "probe", str(run.path), PARENT], layout.size, target=config.target), nursery=nursery
+        )
     except Interrupted as stopped:
         raise RunFailed(f"stopped by {stopped} while it trained on {what}") from stopped
     shown.end()

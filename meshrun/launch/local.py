@@ -1,90 +1,70 @@
-"""Ranks on this machine, started by torch's own elastic agent as torchrun does.
+"""Ranks started from here, watched, and started anew when some of them are lost.
 
-    failures = launch(Job(argv=["-m", "meshrun", "rank", "runs/digits-1"], ranks=2))
+    failures = launch(Job(argv=["-m", "meshrun", "rank", "runs/digits-1", PARENT], ranks=2, restarts=3))
 
-The agent gives ranks their variables, ends all of them when one fails, and passes signals on. What is added here: no
-rank outlives the grace time or the launcher, and nothing is printed. torch is imported only when a job is launched.
+Ranks are forks of a warm process (`nursery`), `ranks` starts and ends those of this node, `head` decides, and `nodes`
+carries its orders to other machines. This process serves the store on which ranks meet, so that it outlives them. No
+rank outlives the grace time or the launcher.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
 import os
+import select
 import signal
 import socket
-import sys
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import time
+from dataclasses import replace
+from typing import Any
 
-from meshrun.errors import UserError
+from meshrun.errors import RunFailed, UserError
+from meshrun.launch.head import Head, Member, Outcome, Wanted
+from meshrun.launch.job import PARENT, Failure, Interrupted, Job, Seat, Tell, Unwatched, Verdict, Watch, silent
+from meshrun.launch.node import LOOK_EVERY, Node, Stopped
+from meshrun.launch.nodes import Hub, Joined, Left, Said
+from meshrun.launch.nursery import FORKABLE
+from meshrun.launch.ranks import Gone, Nursery
 
-if TYPE_CHECKING:
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+__all__ = ["PARENT", "Failure", "Interrupted", "Job", "Verdict", "Watch", "die_with_launcher", "launch"]
 
-GRACE = 2
-"""Seconds from the signal that should end a rank to the one that does."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """A Python command line to be started on several ranks; `port` 0 takes a free one."""
-
-    argv: Sequence[str]
-    ranks: int
-    port: int = 0
+ME = "first"
+"""This node among those of the run."""
 
 
-@dataclass(frozen=True)
-class Failure:
-    """A rank that did not end well; `code` is its exit status, or minus the signal that killed it."""
+def launch(
+    job: Job,
+    watch: Watch | None = None,
+    tell: Tell = silent,
+    nursery: Nursery | None = None,
+    hub: Hub | None = None,
+    wanted: Wanted | None = None,
+) -> list[Failure]:
+    """Run the job to its end; returns the ranks that failed, first one first, and nothing if all went well.
 
-    rank: int
-    code: int
-    time: float
-
-    @property
-    def how(self) -> str:
-        if self.code < 0:
-            with contextlib.suppress(ValueError):
-                return f"was killed by {signal.Signals(-self.code).name}"
-        return f"ended with exit status {self.code}"
-
-
-class Interrupted(Exception):
-    """The launcher was told to stop, and has ended all ranks."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-
-def launch(job: Job) -> list[Failure]:
-    """Run the job to its end; returns the ranks that failed, first one first, and nothing if all went well."""
-    if job.port:
+    A nursery that is given stays; else one is started for this job. With a hub, other nodes take part.
+    """
+    if job.port and hub is None:
         _refuse_used(job.port)
-    from torch.distributed.elastic.multiprocessing import SignalException
-
-    agent = _agent(job)
-    # Its modules set their own levels when they are imported, so each has to be told.
-    for name in logging.root.manager.loggerDict:
-        if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)
-    try:
-        result = agent.run()
-    except SignalException as stopped:
-        raise Interrupted(stopped.sigval) from None
-    finally:
-        _end_groups(agent)
-    failures = [Failure(rank, each.exitcode, each.timestamp) for rank, each in result.failures.items()]
-    return sorted(failures, key=lambda failure: failure.time)
+    with contextlib.ExitStack() as stack, Stopped() as stopped:
+        if nursery is None:
+            nursery = stack.enter_context(Nursery(job.target, warm=list(job.argv[:2]) == FORKABLE))
+        store = _store(job.port if hub is None else 0)
+        node = Node(job, nursery, watch or Unwatched())
+        stack.callback(node.close)
+        head = Head(job.restarts, wanted or Wanted(), tell)
+        head.join(Member(ME, socket.gethostname(), job.ranks), time.monotonic())
+        outcome = _run(head, node, hub, store.port, stopped)
+    if stopped.by:
+        raise Interrupted(stopped.by)
+    if outcome.sentence:
+        raise RunFailed(outcome.sentence)
+    return list(outcome.failures)
 
 
 def die_with_launcher(launcher: int) -> None:
-    """Called by a rank: have the kernel end it when the process that launched it is gone, however that went."""
+    """Called by a rank: have the kernel end it when the process that started it is gone, however that went."""
     with contextlib.suppress(OSError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != launcher:  # it went while this process was still importing, and the kernel tells nobody
@@ -93,53 +73,52 @@ def die_with_launcher(launcher: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _agent(job: Job) -> LocalElasticAgent:
-    from torch.distributed.elastic.agent.server.api import WorkerGroup, WorkerSpec
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-    from torch.distributed.elastic.rendezvous import RendezvousParameters, registry
-
-    class Agent(LocalElasticAgent):
-        """An agent that waits for GRACE, not for half a minute, before it kills."""
-
-        def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-            started = super()._start_workers(worker_group)
-            context = self._pcontext
-            assert context is not None
-            close = context.close
-            context.close = lambda death_sig=None, timeout=0: close(death_sig, GRACE)  # type: ignore[method-assign]  # noqa: ARG005
-            return started
-
-    # Port 0: the agent's stores, this one and the one that ranks meet on, bind free ports before anybody is told of
-    # them, so that none can be lost between the choosing and the binding.
-    meeting = RendezvousParameters(
-        backend="c10d",
-        endpoint=f"127.0.0.1:{job.port}",
-        run_id=uuid.uuid4().hex,
-        min_nodes=1,
-        max_nodes=1,
-        local_addr="127.0.0.1",
-        is_host=True,
-    )
-    spec = WorkerSpec(
-        role="rank",
-        local_world_size=job.ranks,
-        entrypoint=sys.executable,
-        args=tuple(job.argv),
-        rdzv_handler=registry.get_rendezvous_handler(meeting),
-        max_restarts=0,
-        monitor_interval=0.1,
-        local_addr="127.0.0.1",
-    )
-    return Agent(spec, DefaultLogsSpecs(os.devnull))
+def _run(head: Head, node: Node, hub: Hub | None, port: int, stopped: Stopped) -> Outcome:
+    """Carry facts to the head and its orders to the nodes, until the run is over."""
+    ending = False
+    while head.outcome is None and not stopped.at_once:
+        select.select([*node.fds, *(hub.fds if hub else ())], [], [], LOOK_EVERY)
+        now = time.monotonic()
+        for fact in node.news():
+            if isinstance(fact, Gone):
+                head.progress = max(head.progress, node.progress(), hub.progress if hub else 0)
+            head.hear(ME, fact, now)
+        for news in hub.news(now) if hub else ():
+            match news:
+                case Joined(member):
+                    head.join(member, now)
+                case Left(member_id):
+                    head.leave(member_id, now)
+                case Said(member_id, what):
+                    head.hear(member_id, what, now)
+        if stopped.by and not ending:
+            ending = True
+            head.end(Outcome(sentence=f"the run was stopped by {signal.Signals(stopped.by).name}"))
+        head.tick(now)
+        _pass_on(head, node, hub, port)
+    outcome = head.outcome or Outcome()
+    if hub:
+        hub.finish(outcome)
+    return outcome
 
 
-def _end_groups(agent: LocalElasticAgent) -> None:
-    """Kill what is left of the ranks' process groups: readers of a rank that died without ending them."""
-    context = agent._pcontext
-    for pid in context.pids().values() if context is not None else ():
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(pid, signal.SIGKILL)
+def _pass_on(head: Head, node: Node, hub: Hub | None, port: int) -> None:
+    orders, head.orders = head.orders, []
+    for member, order in orders:
+        if member != ME:
+            assert hub is not None
+            hub.order(member, order, port)
+        elif isinstance(order, Seat):
+            node.begin(replace(order, address="127.0.0.1", port=port))
+        else:
+            node.stop(order)
+
+
+def _store(port: int) -> Any:
+    """The store that ranks meet on; a port that was not given is bound before anybody is told of it."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
 
 
 def _refuse_used(port: int) -> None:

@@ -87,9 +87,9 @@ def test_ranks_are_bound_to_cores_of_their_own(two_at_once: tuple[list[Ended], l
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
-    """A run whose rank 1 is killed in its third step."""
+    """A run whose rank 1 is killed in its third step, and not replaced."""
     folder = tmp_path_factory.mktemp("killed")
-    ended = meshrun(folder, "run", TINY, "--procs", 2, "--fault", "kill", "--rank", 1, "--step", 3)
+    ended = meshrun(folder, "run", TINY, "--procs", 2, "--restarts", 0, "--fault", "kill", "--rank", 1, "--step", 3)
     return ended, folder / "runs/tiny-1"
 
 

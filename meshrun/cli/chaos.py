@@ -1,0 +1,123 @@
+"""`meshrun chaos TARGET`: strike faults into runs of it, and prove that each ends as the run without faults.
+
+    meshrun chaos digits --faults 200 --seed 1
+    meshrun chaos llama --layout fsdp=2 --kinds kill-update,disk-full,launcher --faults 30 --json
+
+Every run is a real `meshrun run` on this machine. As root, disks are really full and the kernel really kills for want
+of memory; else ranks are told to behave as if it were so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from meshrun.check.chaos import Chaos, Outcome
+from meshrun.check.faults import KINDS, plan
+from meshrun.cli.command import Asked
+from meshrun.errors import UserError
+from meshrun.world import detect
+
+USUAL = {"procs": 2, "steps": 360, "checkpoint": "5", "hang_after": 2.0}
+"""Options of the runs, where the user does not choose: short runs that save often."""
+FIXED = {"record_ids": True, "restarts": 1000, "keep": 3, "tensorboard": False, "timeout": 60.0}
+
+
+def chaos_command(asked: Asked) -> int:
+    """Returns the exit status: 0 if all faults were survived, 1 if one was not."""
+    world = detect(os.environ)
+    if world.size > 1:
+        raise UserError(f"chaos starts its own processes, but {world.source} has started {world.size}; start it once")
+    count, seed, keep = asked.beyond["faults"], asked.beyond.get("seed", 1), asked.beyond.get("keep")
+    if count < 1:
+        raise UserError(f"faults is {count}; it must be at least 1 (--faults)")
+    kinds = asked.beyond.get("kinds")
+    document = _document(asked)
+    faults = plan(seed, count, document["procs"], kinds.split(",") if kinds else None)
+    folder = _folder(keep)
+    console = Console(stderr=True)
+    began = time.monotonic()
+    chaos = Chaos(asked.config.target, document, folder, keep is not None)
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+        console=console, transient=True, disable=not console.is_terminal,
+    ) as progress:  # fmt: skip
+        task = progress.add_task("the run without faults", total=count)
+        chaos.reference()
+
+        def tell(outcome: Outcome) -> None:
+            failed = len(outcome.records) - outcome.survived
+            text = f"{outcome.survived} survived" + (f", {failed} not" if failed else "")
+            progress.update(task, completed=len(outcome.records), description=text)
+            if not console.is_terminal:
+                done = f"{len(outcome.records)} of {count} faults in {outcome.runs} runs"
+                console.print(f"chaos {asked.target.label}: {done}, {text}", highlight=False, soft_wrap=True)
+
+        outcome = chaos.strike(faults, tell)
+    document = {**outcome.document(), "seed": seed, "seconds": round(time.monotonic() - began, 1)}
+    if asked.as_json:
+        print(json.dumps(document))
+    else:
+        _show(document, asked.target.label, console)
+    if not outcome.failures and keep is None:
+        _remove(folder)
+    return 1 if outcome.failures else 0
+
+
+def _document(asked: Asked) -> dict[str, Any]:
+    """The options of the runs, as a file has them."""
+    config = asked.config.to_json()
+    given = {name: value for name, value in config.items() if name not in ("target", "options", "arguments", "runs")}
+    given = {name: value for name, value in given.items() if value is not None and name not in FIXED}
+    if given.get("checkpoint") == "auto":
+        del given["checkpoint"]
+    steps = given.get("steps", USUAL["steps"])
+    return {**USUAL, "eval_every": max(1, steps // 2), **given, **FIXED, **asked.config.options}
+
+
+def _folder(keep: Path | None) -> Path:
+    if keep is None:
+        return Path(tempfile.mkdtemp(prefix="meshrun-chaos-"))
+    try:
+        keep.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot make the folder {keep}: {error.strerror} (--keep)") from None
+    if any(keep.iterdir()):
+        raise UserError(f"{keep} is not empty; give a folder that is empty or does not exist (--keep)")
+    return keep
+
+
+def _remove(folder: Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _show(document: dict[str, Any], label: str, console: Console) -> None:
+    table = Table(
+        title=f"{label}: {document['survived']} of {document['faults']} faults survived", title_justify="left"
+    )
+    table.add_column("fault", no_wrap=True)
+    table.add_column("what it does")
+    for name in ("faults", "survived", "goes on after"):
+        table.add_column(name, justify="right")
+    for name, found in document["by_kind"].items():
+        seconds = "-" if found["seconds"] is None else f"{found['seconds']:.2f} s"
+        survived = f"[{'green' if found['survived'] == found['faults'] else 'red'}]{found['survived']}[/]"
+        table.add_row(name, KINDS[name].does, str(found["faults"]), survived, seconds)
+    console.print(table)
+    for failure in document["failures"]:
+        console.print(failure, markup=False, highlight=False, soft_wrap=True)
+    console.print(
+        f"{document['runs']} runs; samples lost {document['ids_lost']}, used twice {document['ids_repeated']}; "
+        f"weights {'equal' if document['weights_equal'] else 'differ'}",
+        highlight=False,
+    )

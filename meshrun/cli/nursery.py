@@ -1,0 +1,72 @@
+"""The warm process of a node: imports what ranks need, then becomes one of them whenever the launcher asks for it.
+
+    meshrun nursery FD PID digits        # FD is its end of a socket; PID, the launcher, takes it along when it ends
+
+Not for people: `run` starts it. Of the training's own file only the imports are read, and only what is installed is
+imported: whatever the file itself does, each rank does for itself.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import importlib
+import importlib.util
+import site
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshrun.cli.target import find
+from meshrun.errors import UserError
+from meshrun.launch.local import die_with_launcher
+from meshrun.launch.nursery import serve
+
+NEEDED = (
+    "torch",
+    "torch._dynamo",  # the first optimizer of a process imports it, which takes longer than torch's own import
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "meshrun.cli.rank",
+)
+"""What every rank imports."""
+
+
+def nursery_command(fd: int, launcher: int, target: str | None) -> list[str]:
+    """Returns in a rank only: the words of the command that it is to run."""
+    die_with_launcher(launcher)
+    for name in NEEDED:
+        importlib.import_module(name)
+    if target is not None:
+        with contextlib.suppress(UserError):
+            warm_up(find(target).path)
+    return serve(fd)
+
+
+def warm_up(file: Path) -> None:
+    """Import the installed modules that a file imports; one that fails is left to the ranks, who will say so."""
+    for name in imports_of(file):
+        with contextlib.suppress(Exception, SystemExit):
+            if is_installed(name):
+                importlib.import_module(name)
+
+
+def imports_of(file: Path) -> Iterator[str]:
+    """The modules that a file imports at its top level."""
+    for node in ast.parse(file.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (each.name for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module
+
+
+def is_installed(name: str) -> bool:
+    """Whether a module lies where packages are installed, and not beside the user's own files."""
+    found = importlib.util.find_spec(name.partition(".")[0])
+    if found is None or found.origin is None:
+        return False
+    if found.origin in ("built-in", "frozen"):
+        return True
+    paths = sysconfig.get_paths()
+    homes = [paths["stdlib"], paths["purelib"], paths["platlib"], site.getusersitepackages()]
+    return any(Path(found.origin).is_relative_to(home) for home in homes)

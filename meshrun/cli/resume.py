@@ -1,0 +1,66 @@
+"""`meshrun resume RUN`: go on with a run from its newest checkpoint, on the mesh that it had or on another.
+
+meshrun resume runs/digits-1
+meshrun resume runs/digits-1 --procs 4 --layout fsdp=2,tp=2 --epochs 10
+torchrun --nproc-per-node=2 -m meshrun resume runs/digits-1
+
+Options are those of `run` and of the experiment; what is not given stays as it was. config.json keeps all that it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from meshrun.cli.command import Asked
+from meshrun.cli.run import nursery_for, run_command
+from meshrun.config import RunDirectory, write_json
+from meshrun.errors import SharedError, UserError
+from meshrun.launch.ranks import Nursery
+from meshrun.world import detect
+
+
+def nursery_of_run(words: list[str]) -> contextlib.AbstractContextManager[Nursery | None]:
+    """The process that ranks will be forked from, if the first word is a run; what is wrong with it is said later."""
+    try:
+        before = RunDirectory(Path(words[0])).config()
+    except (IndexError, OSError, ValueError, KeyError, TypeError, UserError):
+        return contextlib.nullcontext()
+    return nursery_for(words, before.target, before)
+
+
+def resume_command(asked: Asked, nursery: Nursery | None = None) -> dict[str, Any] | None:
+    """Returns the result on the one process that should print it."""
+    run = asked.run
+    assert run is not None
+    before = run.document()
+    _refuse_complete(run, asked, before)
+    try:
+        return run_command(asked, nursery)
+    except UserError:
+        # What was given cannot work: the run stays as it was.
+        now = run.document()
+        if detect(os.environ).rank == 0 and now.get("history", []) == [*before.pop("history", []), before]:
+            history = now["history"][:-1]
+            write_json(run.path / "config.json", {**before, **({"history": history} if history else {})})
+        raise
+
+
+def _refuse_complete(run: RunDirectory, asked: Asked, before: dict[str, Any]) -> None:
+    """A run that has reached its end has nothing to go on with, unless the end was moved."""
+    try:
+        reached = json.loads((run.path / "result.json").read_text())["steps"]
+    except (OSError, ValueError, KeyError):
+        return
+    now, then = asked.config.to_json(), before["config"]
+    if asked.config.steps is None:
+        same = all(then.get(name) == now[name] for name in ("epochs", "batch", "options"))
+        complete = same and before.get("resolved", {}).get("steps") == reached
+    else:
+        complete = asked.config.steps <= reached
+    if complete:
+        more = "to go on, give more of them (--steps, --epochs)"
+        raise SharedError(f"{run.path} has reached its {reached:,} steps; {more}")

@@ -1,0 +1,117 @@
+"""The words that launchers, ranks and whoever starts them share: what to start, where, and how it ended.
+
+job = Job(["-m", "meshrun", "rank", "runs/digits-1", PARENT], ranks=2, restarts=3)
+Failure(rank=1, code=-9, time=0.0).how          # "was killed by SIGKILL"
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+WORTH_A_RESTART = 75
+"""Exit status of a rank that lost another one, its device, or its connections: it would go well another time."""
+
+PARENT = "{parent}"
+"""Stands in a job's words for the number of the process that starts the rank."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A Python command line to be started on several ranks; `port` 0 takes a free one."""
+
+    argv: Sequence[str]
+    ranks: int
+    port: int = 0
+    target: str | None = None
+    """The training whose imports are made once for all ranks."""
+    memory: Path | None = None
+    """The folder in this node's memory in which ranks leave what has to survive them."""
+    restarts: int = 0
+    """How often in a row, without progress between, lost ranks are replaced."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A rank that did not end well; `code` is its exit status, or minus the signal that killed it."""
+
+    rank: int
+    code: int
+    time: float
+
+    @property
+    def how(self) -> str:
+        if self.code < 0:
+            with contextlib.suppress(ValueError):
+                return f"was killed by {signal.Signals(-self.code).name}"
+        return f"ended with exit status {self.code}"
+
+
+class Interrupted(Exception):
+    """The launcher was told to stop, and has ended all ranks."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What somebody who watches the ranks has found, and what is to be done about it."""
+
+    rank: int
+    sentence: str
+    action: Literal["restart", "end", "report"]
+
+
+class Watch(Protocol):
+    """Whoever watches the ranks of this node while they run."""
+
+    def started(self, pids: dict[int, int], generation: int) -> None:
+        """The processes of this node's ranks, by rank; the first generation is 0."""
+
+    def look(self) -> Verdict | None:
+        """Called every tenth of a second."""
+
+    def progress(self) -> int:
+        """The highest step that was finished."""
+
+
+class Unwatched:
+    """Nobody looks at the ranks, and none of them tells of progress."""
+
+    def started(self, pids: dict[int, int], generation: int) -> None:
+        pass
+
+    def look(self) -> Verdict | None:
+        return None
+
+    def progress(self) -> int:
+        return 0
+
+
+Tell = Callable[..., Any]
+"""`tell(kind, **fields)`: what the launcher has to say, as an event."""
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where the ranks of one node sit among all, and where all of them meet."""
+
+    job: str
+    """What tells this launch from all others."""
+    generation: int
+    node: int
+    nodes: int
+    first: int
+    size: int
+    address: str
+    port: int
+
+
+def silent(kind: str, **fields: Any) -> None:
+    """A `Tell` for whoever does not want to know."""

@@ -1,0 +1,114 @@
+"""One run, one owner: whoever trains in a run directory holds its lock, and a second one is refused.
+
+    with lock(run):
+        …
+
+The lock is a file with who holds it. On one machine, and where the file system carries locks between hosts, the
+kernel's lock decides, which goes with its holder however that dies. Where it does not, the holder keeps touching the
+file: one that was touched a moment ago is held. Times are those of the file system alone, since clocks of machines
+differ and jump.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshrun.config import RunDirectory
+from meshrun.errors import SharedError
+
+NAME = ".lock"
+BEAT = 2.0
+"""Seconds between two touches."""
+STALE = 15.0
+"""Seconds without a touch after which a holder on another host counts as gone."""
+
+
+@contextlib.contextmanager
+def lock(run: RunDirectory) -> Iterator[None]:
+    """Own the run until the end of the `with`; refuses in a sentence if somebody else does."""
+    path = run.path / NAME
+    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        _take(run, path, file)
+        _write(file, {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")})
+        over = threading.Event()
+        beating = threading.Thread(target=_beat, args=(file, over), name="lock", daemon=True)
+        beating.start()
+        try:
+            yield
+        finally:
+            over.set()
+            beating.join()
+            _write(file, {})
+    finally:
+        os.close(file)
+
+
+def _take(run: RunDirectory, path: Path, file: int) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise SharedError(_refusal(run, path)) from None
+    except OSError:
+        pass  # a file system without locks
+    if _is_held_elsewhere(path):
+        raise SharedError(_refusal(run, path))
+
+
+def _is_held_elsewhere(path: Path) -> bool:
+    """Whether another host holds it, on a file system whose locks end at the host."""
+    holder = _holder(path)
+    if not holder or holder.get("host") == socket.gethostname():
+        return False  # on this machine the kernel's lock would have told
+    touched = path.stat().st_mtime
+    if _clock_of(path.parent) - touched > STALE:
+        return False
+    # Touched not long ago: by a holder that lives, or by one that has just died. The next touch tells.
+    time.sleep(2 * BEAT)
+    os.listdir(path.parent)  # noqa: PTH208 - makes NFS ask the server again
+    return path.stat().st_mtime > touched
+
+
+def _clock_of(folder: Path) -> float:
+    """What time it is where the files are."""
+    probe = folder / f"{NAME}.{socket.gethostname()}.{os.getpid()}"
+    probe.touch()
+    try:
+        return probe.stat().st_mtime
+    finally:
+        probe.unlink(missing_ok=True)
+
+
+def _beat(file: int, over: threading.Event) -> None:
+    while not over.wait(BEAT):
+        with contextlib.suppress(OSError):
+            os.utime(file)
+
+
+def _write(file: int, document: dict[str, object]) -> None:
+    text = json.dumps(document).encode()
+    os.ftruncate(file, 0)
+    os.pwrite(file, text, 0)
+
+
+def _holder(path: Path) -> dict[str, object]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _refusal(run: RunDirectory, path: Path) -> str:
+    who, by = _holder(path), ""
+    if who.keys() >= {"pid", "host", "started"}:
+        by = f" by process {who['pid']} on {who['host']} since {who['started']}"
+    return f"{run.path} is in use{by}; stop that first, or start a run of its own (meshrun run)"

@@ -1,0 +1,83 @@
+"""A run's folder in the node's own memory: what survives a lost rank, for as long as its launcher lives.
+
+    with Memory(run, node) as memory:
+        memory.path                      # /dev/shm/meshrun-1000/…/node-4711, for this user alone
+
+A launcher holds a lock on its folder, which the kernel drops with it: a folder that nobody holds was left by one that
+was killed, and the next launcher of this user on this machine removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshrun.config import RunDirectory
+from meshrun.errors import RunFailed
+
+LOCK = "launcher"
+
+
+class Memory:
+    """A folder that is there until the end of the `with`."""
+
+    def __init__(self, run: RunDirectory, node: str) -> None:
+        self.path = run.memory_of(node)
+
+    def __enter__(self) -> Memory:
+        of_user = self.path.parent.parent
+        of_user.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if of_user.stat().st_uid != os.getuid():
+            raise RunFailed(f"{of_user} belongs to another user of this machine; have it removed")
+        with _alone_in(of_user):  # else one launcher would find the folder of another before that could hold it
+            sweep(of_user)
+            for folder in (self.path.parent, self.path):
+                folder.mkdir(mode=0o700, exist_ok=True)
+            self._held = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+            fcntl.flock(self._held, fcntl.LOCK_EX)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        _remove(self.path)
+        os.close(self._held)
+
+
+def sweep(of_user: Path) -> None:
+    """Remove the folders of a user on this machine whose launchers are gone."""
+    for held in of_user.glob(f"*/*/{LOCK}"):
+        if not _is_held(held):
+            _remove(held.parent)
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    with contextlib.suppress(OSError):  # other nodes of the run on this machine
+        folder.parent.rmdir()
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    file = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(file)
+
+
+def _is_held(file: Path) -> bool:
+    try:
+        found = os.open(file, os.O_RDWR)
+    except OSError:
+        return True  # it goes just now
+    try:
+        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(found)
+    return False

@@ -1,0 +1,97 @@
+"""One node of a run: its ranks, whoever watches them, and the signals that ask its launcher to stop.
+
+node = Node(job, nursery, watch)
+node.begin(seat)
+while …:
+    select.select(node.fds, [], [], LOOK_EVERY)
+    for fact in node.news(): …           # Ended, Gone, Verdict
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+from meshrun.launch.job import Job, Seat, Verdict, Watch
+from meshrun.launch.ranks import Ended, Gone, Nursery, Ranks, Stop
+
+LOOK_EVERY = 0.1
+"""Seconds between two looks at the ranks."""
+
+
+class Stopped:
+    """Notes the signals that ask for the end of a run, instead of being ended by them."""
+
+    ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+    def __init__(self) -> None:
+        self.by = 0
+        self.at_once = False
+        """CTRL-C was pressed again."""
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Stopped:
+        if threading.current_thread() is threading.main_thread():  # Python lets no other thread do this
+            # Who ignores a signal was told to: by nohup, or by a shell that started it in the background.
+            heeded = [number for number in self.ASKING if signal.getsignal(number) is not signal.SIG_IGN]
+            self._before = {number: signal.signal(number, self._note) for number in heeded}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.at_once = bool(self.by) and number == signal.SIGINT
+        self.by = self.by or number
+
+
+class Node:
+    """The ranks of this node and whoever watches them."""
+
+    def __init__(self, job: Job, nursery: Nursery, watch: Watch) -> None:
+        self._ranks, self._watch = Ranks(job, nursery), watch
+        self._generation, self._told, self._looked = 0, False, 0.0
+
+    @property
+    def fds(self) -> list[int]:
+        return self._ranks.fds
+
+    @property
+    def busy(self) -> bool:
+        """Whether ranks run, or are about to."""
+        return self._ranks.busy
+
+    def begin(self, seat: Seat) -> None:
+        """Start the ranks of a generation."""
+        self._told, self._generation = False, seat.generation
+        self._ranks.begin(seat)
+
+    def stop(self, stop: Stop) -> None:
+        """Begin to end them."""
+        self._ranks.stop(stop)
+
+    def news(self) -> Iterator[Ended | Gone | Verdict]:
+        """What has happened since the last call."""
+        yield from self._ranks.poll()
+        if not self._ranks.running:
+            return
+        if not self._told:
+            self._told = True
+            self._watch.started(self._ranks.pids, self._generation)
+        if time.monotonic() - self._looked >= LOOK_EVERY:
+            self._looked = time.monotonic()
+            if (found := self._watch.look()) is not None:
+                yield found
+
+    def progress(self) -> int:
+        """The highest step that was finished here."""
+        return self._watch.progress()
+
+    def close(self) -> None:
+        """End at once what is left."""
+        self._ranks.close()

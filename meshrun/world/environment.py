@@ -1,0 +1,47 @@
+"""The variables of a run's processes: this process's own, and a rank's place in the words of torchrun.
+
+given = {**inherited(), **of_rank(rank=3, size=4, …)}
+take_over(given)                     # in a process that was forked to become that rank
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+
+def inherited() -> dict[str, str]:
+    """What a process started from here would get."""
+    return dict(os.environ)
+
+
+def of_nursery() -> dict[str, str]:
+    """For the process that ranks are forked from: asking whether there are GPUs must not open them."""
+    return {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+def of_rank(
+    rank: int, size: int, local: tuple[int, int], node: tuple[int, int], meet: tuple[str, int], attempt: int, job: str
+) -> dict[str, str]:
+    """A rank's place as torchrun says it: `local` and `node` are an index and how many, `meet` where the store is."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(local[0]),
+        "LOCAL_WORLD_SIZE": str(local[1]),
+        "GROUP_RANK": str(node[0]),
+        "GROUP_WORLD_SIZE": str(node[1]),
+        "MASTER_ADDR": meet[0],
+        "MASTER_PORT": str(meet[1]),
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_RUN_ID": job,
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # As torch's own launcher has it: a rank whose NCCL peer is gone ends instead of waiting for it.
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+
+
+def take_over(environment: Mapping[str, str]) -> None:
+    """Have these variables and no others from now on."""
+    os.environ.clear()
+    os.environ.update(environment)

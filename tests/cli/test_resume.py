@@ -1,0 +1,129 @@
+"""`meshrun resume`: what is read from a run, what may be changed, what is kept, and what is refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrun.cli.command import Asked, parse_resume
+from meshrun.cli.resume import resume_command
+from meshrun.config import FORMAT, RunConfig, RunDirectory, write_json
+from meshrun.errors import UserError
+from tests.launch.command import SCRIPT, TINY, events, meshrun
+
+
+def config_of(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "config.json").read_text())
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run as it was asked for, of which nothing has happened yet."""
+    asked = RunConfig(f"{TINY}:experiment", {"pause": 0.5}, procs=2, layout="fsdp=2", steps=8, port=1234, runs=tmp_path)
+    return RunDirectory.create(asked)
+
+
+def parsed(run: RunDirectory, *words: str) -> Asked:
+    asked = parse_resume([str(run.path), *words])
+    assert asked is not None
+    return asked
+
+
+def test_without_options_all_is_as_it_was_but_the_port(run: RunDirectory):
+    asked = parsed(run)
+    assert asked.run == run
+    assert asked.config == RunConfig(
+        f"{TINY}:experiment", {"pause": 0.5}, procs=2, layout="fsdp=2", steps=8, runs=run.path.parent
+    )
+
+
+def test_options_of_the_run_and_of_the_experiment_can_be_changed(run: RunDirectory):
+    config = parsed(run, "--procs", "4", "--layout", "dp=*", "--rank", "7", "--device", "cpu").config
+    assert (config.procs, config.layout, config.device, config.steps) == (4, "dp=*", "cpu", 8)
+    assert config.options == {"pause": 0.5, "rank": 7}
+
+
+def test_a_length_in_epochs_replaces_one_in_steps(run: RunDirectory):
+    config = parsed(run, "--epochs", "3").config
+    assert (config.epochs, config.steps) == (3, None)
+
+
+@pytest.mark.parametrize("word", ["--name", "--runs"])
+def test_where_the_run_is_cannot_be_changed(run: RunDirectory, word: str):
+    with pytest.raises(Exception, match="No such option"):
+        parsed(run, word, "x")
+
+
+def refusal(path: Path | str, *words: str) -> str:
+    with pytest.raises(UserError) as refused:
+        asked = parse_resume([str(path), *words])
+        assert asked is not None
+        resume_command(asked)
+    return str(refused.value)
+
+
+def test_a_run_that_does_not_exist_is_refused(tmp_path: Path):
+    assert refusal(tmp_path / "none").startswith(f"there is no run '{tmp_path}/none'; give the directory of one")
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path: Path):
+    assert refusal(tmp_path) == f"'{tmp_path}' is no run: it has no config.json"
+
+
+def test_half_a_config_is_refused(run: RunDirectory):
+    (run.path / "config.json").write_text('{"format": 1, "conf')
+    assert refusal(run.path).startswith(f"{run.path}/config.json cannot be read: ")
+
+
+def test_a_config_of_a_newer_format_is_refused(run: RunDirectory):
+    write_json(run.path / "config.json", {**run.document(), "format": FORMAT + 1})
+    assert f"of format {FORMAT + 1}, but this meshrun knows formats up to {FORMAT}" in refusal(run.path)
+
+
+def test_a_config_with_options_that_this_version_does_not_know_is_refused(run: RunDirectory):
+    document = run.document()
+    document["config"]["colour"] = "red"
+    write_json(run.path / "config.json", document)
+    assert "is not what this version of meshrun writes" in refusal(run.path)
+    assert "colour" in refusal(run.path)
+
+
+def test_a_run_of_a_plain_script_is_refused(tmp_path: Path):
+    script = RunDirectory.create(RunConfig(SCRIPT, runs=tmp_path))
+    assert (
+        refusal(script.path)
+        == f"{script.path} is a run of the plain script script.py, which keeps no state that meshrun knows"
+    )
+
+
+@pytest.mark.parametrize("words", [(), ("--steps", "8"), ("--steps", "5")])
+def test_a_run_that_has_reached_its_end_is_refused(run: RunDirectory, words: tuple[str, ...]):
+    write_json(run.path / "result.json", {"steps": 8})
+    expected = f"{run.path} has reached its 8 steps; to go on, give more of them (--steps, --epochs)"
+    assert refusal(run.path, *words) == expected
+
+
+def test_a_run_goes_on_where_it_was_in_other_processes_with_its_old_config_kept(tmp_path: Path):
+    assert meshrun(tmp_path, "run", TINY, "--procs", 2, "--steps", 4).status == 0
+    run = tmp_path / "runs/tiny-1"
+    first = config_of(run)
+    ended = meshrun(tmp_path, "resume", "runs/tiny-1", "--procs", 1, "--steps", 6, "--json")
+    assert ended.status == 0, ended.err
+    assert (ended.document["world"], ended.document["run"]) == (1, "runs/tiny-1")
+    assert [event["step"] for event in events(run, 0, "step")] == [1, 2, 3, 4, 5, 6]
+    now = config_of(run)
+    assert (now["config"]["steps"], now["config"]["procs"]) == (6, 1)
+    assert now["history"] == [first]
+    assert [each.name for each in (tmp_path / "runs").iterdir()] == ["tiny-1"]
+
+
+def test_what_cannot_work_leaves_the_run_as_it_was(tmp_path: Path):
+    assert meshrun(tmp_path, "run", TINY, "--procs", 2, "--steps", 2).status == 0
+    before = config_of(tmp_path / "runs/tiny-1")
+    ended = meshrun(tmp_path, "resume", "runs/tiny-1", "--steps", 9, "--batch", 0)
+    assert ended.status == 2 and "batch is 0" in ended.sentences[0]
+    assert config_of(tmp_path / "runs/tiny-1") == before

@@ -1,0 +1,242 @@
+"""What the first launcher decides, as facts in and orders out: no process runs here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from meshrun.launch.head import LAST_CALL, Head, Member, Wanted
+from meshrun.launch.job import Seat, Verdict
+from meshrun.launch.ranks import Ended, Gone, Stop
+
+
+class Run:
+    """A head, nodes that do as they are told, and a clock."""
+
+    def __init__(self, *, nodes: int = 1, ranks: int = 2, restarts: int = 3, wanted: Wanted | None = None) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.now = 0.0
+        self.head = Head(restarts, wanted or Wanted(nodes, nodes), self.tell)
+        self.seats: dict[str, Seat] = {}
+        self.stops: list[tuple[str, Stop]] = []
+        for name in "abcd"[:nodes]:
+            self.join(name, ranks)
+        self.tick()
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        self.told.append((kind, fields))
+
+    def join(self, name: str, ranks: int = 2) -> None:
+        self.head.join(Member(name, f"host-{name}", ranks), self.now)
+
+    def tick(self, seconds: float = 0.0) -> None:
+        self.now += seconds
+        self.head.tick(self.now)
+        for name, order in self.head.orders:
+            if isinstance(order, Seat):
+                self.seats[name] = order
+            else:
+                self.stops.append((name, order))
+        self.head.orders.clear()
+
+    def ended(self, name: str, rank: int, code: int, own: bool = True) -> None:
+        self.head.hear(name, Ended(rank, code, own), self.now)
+        self.tick()
+
+    def gone(self, *names: str) -> None:
+        for name in names:
+            self.head.hear(name, Gone(self.head.generation), self.now)
+        self.tick()
+
+    @property
+    def sentences(self) -> list[str]:
+        return [fields["sentence"] for kind, fields in self.told if kind == "restart"]
+
+
+def test_ranks_are_numbered_node_after_node():
+    run = Run(nodes=3, ranks=2)
+    assert [(seat.node, seat.nodes, seat.first, seat.size) for seat in run.seats.values()] == [
+        (0, 3, 0, 6),
+        (1, 3, 2, 6),
+        (2, 3, 4, 6),
+    ]
+    assert len({seat.job for seat in run.seats.values()}) == 1
+
+
+def test_a_run_whose_ranks_all_end_well_is_over():
+    run = Run(nodes=2)
+    run.gone("a")
+    assert run.head.outcome is None
+    run.gone("b")
+    assert run.head.outcome is not None and not run.head.outcome.failures
+    assert not run.stops
+
+
+def test_a_lost_rank_ends_all_others_on_all_nodes_and_then_all_begin_again():
+    run = Run(nodes=2)
+    run.ended("b", 3, -9)
+    assert run.stops == [("a", Stop(dead=(3,))), ("b", Stop(dead=(3,)))]
+    run.ended("a", 0, 75)
+    run.gone("a")
+    assert run.head.generation == 0
+    run.gone("b")
+    assert run.head.generation == 1 and run.seats["a"].generation == 1
+    assert run.sentences == ["rank 3 on host-b was killed by SIGKILL; all ranks are started again"]
+
+
+def test_the_killed_rank_is_named_though_another_one_noticed_before_it_was_reported():
+    run = Run()
+    run.ended("a", 0, 75)
+    run.ended("a", 1, -9)
+    run.gone("a")
+    assert run.sentences == ["rank 1 on host-a was killed by SIGKILL; all ranks are started again"]
+
+
+def test_a_rank_that_the_launcher_itself_killed_is_not_named():
+    run = Run()
+    run.ended("a", 0, 75)
+    run.ended("a", 1, -9, own=False)
+    run.gone("a")
+    assert run.sentences == ["rank 0 on host-a ended with exit status 75; all ranks are started again"]
+
+
+@pytest.mark.parametrize("code", [1, 2, 134])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_failure_of_the_program_or_of_the_user_is_final_whoever_is_seen_first(code: int, first: bool):
+    run = Run()
+    for rank, status in ((1, code), (0, 75)) if first else ((0, 75), (1, code)):
+        run.ended("a", rank, status)
+    run.gone("a")
+    assert run.head.outcome is not None
+    assert {(each.rank, each.code) for each in run.head.outcome.failures} == {(0, 75), (1, code)}
+    assert not run.sentences
+
+
+def lose_a_rank(run: Run) -> None:
+    run.ended("a", 1, -9)
+    run.gone("a")
+
+
+def test_restarts_count_only_without_progress_between():
+    run = Run(restarts=2)
+    for step in (0, 0, 5, 5, 9, 9):
+        run.head.progress = step
+        lose_a_rank(run)
+        assert run.head.outcome is None
+    lose_a_rank(run)
+    assert run.head.outcome is not None
+    assert run.told[-1][1]["text"] == "gave up after 2 restarts without a finished step between (--restarts)"
+
+
+def test_no_restarts_are_made_where_none_are_allowed():
+    run = Run(restarts=0)
+    lose_a_rank(run)
+    assert run.head.outcome is not None and [each.rank for each in run.head.outcome.failures] == [1]
+    assert not run.told
+
+
+@pytest.mark.parametrize("lost", ["b", "c"])
+def test_when_a_node_is_lost_the_others_go_on_without_it(lost: str):
+    run = Run(nodes=3, wanted=Wanted(1, 3))
+    run.tick(LAST_CALL + 1)
+    run.head.leave(lost, run.now)
+    run.tick()
+    dead = (2, 3) if lost == "b" else (4, 5)
+    others = [name for name in "abc" if name != lost]
+    assert run.stops == [(name, Stop(dead=dead)) for name in others]
+    run.gone(*others)
+    assert [(run.seats[name].first, run.seats[name].size) for name in others] == [(0, 4), (2, 4)]
+    assert run.sentences == [
+        f"node host-{lost} with ranks {dead[0]} to {dead[1]} was lost; all ranks are started again"
+    ]
+
+
+def test_with_fewer_nodes_than_the_least_the_run_waits_for_another_one_and_says_so():
+    run = Run(nodes=2)
+    run.head.leave("b", run.now)
+    run.tick()
+    run.gone("a")
+    run.tick(LAST_CALL + 1)
+    assert run.head.generation == 0
+    assert run.told[-1] == ("note", {"text": "1 of at least 2 nodes are left: waiting for others"})
+    run.join("c")
+    run.tick()
+    assert run.head.generation == 1 and run.seats["c"].node == 1
+
+
+def test_a_wait_for_nodes_ends_with_a_sentence():
+    run = Run(nodes=1, wanted=Wanted(2, 2, patience=60))
+    run.tick(61)
+    assert run.head.outcome is not None
+    assert run.head.outcome.sentence.startswith("1 node came within 60 s, but 2 are needed")
+
+
+def test_a_node_that_comes_later_lets_the_others_finish_their_step_and_makes_the_world_larger():
+    run = Run(nodes=1, wanted=Wanted(1, 2))
+    run.tick(LAST_CALL + 1)
+    assert run.seats["a"].size == 2
+    run.join("b")
+    run.tick()
+    assert not run.stops
+    run.tick(LAST_CALL + 1)
+    assert run.stops == [("a", Stop(patient=True))]
+    for rank in (0, 1):
+        run.ended("a", rank, 75)
+    run.gone("a")
+    assert {name: (seat.generation, seat.size) for name, seat in run.seats.items()} == {"a": (1, 4), "b": (1, 4)}
+    assert run.sentences == ["now 2 nodes (host-a, host-b) with 4 ranks take part"]
+
+
+def test_growing_is_no_failure_that_counts():
+    run = Run(nodes=1, restarts=0, wanted=Wanted(1, 2))
+    run.tick(LAST_CALL + 1)
+    run.join("b")
+    run.tick(LAST_CALL + 1)
+    run.ended("a", 0, 75)
+    run.gone("a")
+    assert run.head.outcome is None and run.head.generation == 1
+
+
+def test_nodes_beyond_the_most_wait_until_one_is_lost():
+    run = Run(nodes=2)
+    run.join("c")
+    run.tick(LAST_CALL + 1)
+    assert "c" not in run.seats and not run.stops
+    run.head.leave("b", run.now)
+    run.tick()
+    run.gone("a")
+    assert run.seats["c"].first == 2
+
+
+def even(size: int) -> bool:
+    return size % 4 == 0
+
+
+def test_only_as_many_nodes_take_part_as_suit_the_layout():
+    run = Run(nodes=3, ranks=2, wanted=Wanted(1, 4, fits=even))
+    run.tick(LAST_CALL + 1)
+    assert set(run.seats) == {"a", "b"} and run.seats["a"].size == 4
+
+
+@pytest.mark.parametrize("action", ["restart", "end", "report"])
+def test_what_a_watch_has_found_is_acted_on(action: Any):
+    run = Run()
+    run.head.hear("a", Verdict(1, "rank 1 hangs", action), run.now)
+    run.tick()
+    check: dict[str, Callable[[], bool]] = {
+        "restart": lambda: run.stops == [("a", Stop(dead=(1,)))],
+        "end": lambda: run.stops == [("a", Stop(final=True))],
+        "report": lambda: not run.stops and run.told == [("hang", {"sentence": "rank 1 hangs"})],
+    }
+    assert check[action]()
+
+
+def test_a_hang_that_comes_again_and_again_is_what_the_user_reads():
+    run = Run(restarts=0)
+    run.head.hear("a", Verdict(1, "rank 1 hangs", "restart"), run.now)
+    run.tick()
+    run.ended("a", 1, -9, own=False)
+    run.gone("a")
+    assert run.head.outcome is not None and run.head.outcome.sentence == "rank 1 hangs"

@@ -1,0 +1,105 @@
+"""A run has one owner: a second one is refused with the name of the first, and death gives the run free."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from meshrun.config import RunConfig, RunDirectory
+from meshrun.errors import UserError
+from meshrun.launch import lock as locks
+from meshrun.launch.lock import lock
+from tests.launch.command import wait_until
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(RunConfig(target="digits", runs=tmp_path))
+
+
+HOLDING = """
+import sys, time
+from pathlib import Path
+from meshrun.config import RunDirectory
+from meshrun.launch.lock import lock
+with lock(RunDirectory(Path(sys.argv[1]))):
+    print("held", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_owner_is_refused_with_who_where_and_since_when_until_the_first_is_killed(run: RunDirectory):
+    holder = subprocess.Popen([sys.executable, "-c", HOLDING, str(run.path)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None and holder.stdout.readline() == "held\n"
+        with pytest.raises(UserError) as refused, lock(run):
+            pass
+        who = rf"by process {holder.pid} on {re.escape(socket.gethostname())} since \d{{4}}-\d\d-\d\d \d\d:\d\d:\d\d;"
+        assert re.search(f"is in use {who}", str(refused.value))
+    finally:
+        os.kill(holder.pid, signal.SIGKILL)
+        holder.communicate()
+    with lock(run):
+        pass
+
+
+def test_a_run_is_free_after_its_owner_even_if_that_failed(run: RunDirectory):
+    with pytest.raises(ZeroDivisionError), lock(run):
+        raise ZeroDivisionError
+    with lock(run):
+        assert json.loads((run.path / ".lock").read_text())["pid"] == os.getpid()
+    assert json.loads((run.path / ".lock").read_text()) == {}
+
+
+def held_by_another_host(run: RunDirectory) -> Path:
+    """As an owner on another host leaves it, where the file system's locks do not reach."""
+    path = run.path / ".lock"
+    path.write_text(json.dumps({"host": "elsewhere", "pid": 7, "started": "2026-01-02 03:04:05"}))
+    return path
+
+
+def test_an_owner_on_another_host_that_keeps_touching_the_file_is_respected(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(locks, "BEAT", 0.1)
+    path = held_by_another_host(run)
+    touching = f"while true; do touch {path}; sleep 0.05; done"
+    other = subprocess.Popen(["bash", "-c", touching])
+    try:
+        with pytest.raises(UserError, match="process 7 on elsewhere since 2026-01-02 03:04:05"), lock(run):
+            pass
+    finally:
+        other.kill()
+        other.wait()
+
+
+def test_an_owner_on_another_host_that_has_stopped_touching_is_gone(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(locks, "BEAT", 0.1)
+    held_by_another_host(run)
+    with lock(run):
+        pass
+
+
+def test_only_the_clock_of_the_file_system_counts(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    """Were this machine's clock asked, an owner whose machine is an hour behind would count as gone at once."""
+    monkeypatch.setattr(time, "time", lambda: pytest.fail("this machine's clock was asked"))
+    path = held_by_another_host(run)
+    os.utime(path, (1, 1))
+    with lock(run):
+        pass
+
+
+def test_the_owner_keeps_touching_its_lock(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(locks, "BEAT", 0.05)
+    with lock(run):
+        before = (run.path / ".lock").stat().st_mtime_ns
+        wait_until(lambda: (run.path / ".lock").stat().st_mtime_ns > before, 3)

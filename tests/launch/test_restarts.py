@@ -1,0 +1,261 @@
+"""Lost ranks are replaced: which ends are worth another start, who is told, and how soon all of them run again."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+from meshrun.launch.job import PARENT, Failure, Interrupted, Job, Verdict
+from meshrun.launch.local import launch
+from tests.launch.command import PROGRAMS, TINY, Ended, events, is_alive, meshrun, started, wait_until
+
+LOSING = str(PROGRAMS / "losing.py")
+HOST = socket.gethostname()
+
+
+@dataclass(frozen=True)
+class Life:
+    """A rank's line in the diary."""
+
+    generation: int
+    rank: int
+    world: int
+    began: float
+    pid: int
+
+
+def lives(diary: Path) -> list[Life]:
+    if not diary.exists():
+        return []
+    lines = [line.split() for line in diary.read_text().splitlines()]
+    return [Life(int(a), int(b), int(c), float(d), int(e)) for a, b, c, d, e in lines]
+
+
+def launcher_events(run: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for path in run.glob("events/launcher-*.jsonl") for line in path.read_text().splitlines()]
+
+
+def losing(folder: Path, *words: object) -> Ended:
+    return meshrun(folder, "run", LOSING, "--diary", folder / "diary", "--procs", 2, *words)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_is_replaced_and_the_run_reaches_its_end(tmp_path: Path, rank: int):
+    ended = losing(tmp_path, "--rank", rank, "--json")
+    assert ended.status == 0, ended.err
+    assert ended.document["steps"] == 5
+    found = lives(tmp_path / "diary")
+    assert sorted((each.generation, each.rank) for each in found) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    (told,) = launcher_events(tmp_path / "runs/losing-1")
+    assert (told["kind"], told["generation"]) == ("restart", 1)
+    assert str(told["sentence"]).startswith(f"rank {rank} on {HOST} was killed by SIGKILL")
+    assert str(told["sentence"]) in ended.err
+
+
+def test_all_ranks_compute_again_well_within_a_second_of_a_death(tmp_path: Path):
+    ended = losing(tmp_path, "--step", 2, "--pause", 0.05)
+    assert ended.status == 0, ended.err
+    last = min(event["time"] for event in events(tmp_path / "runs/losing-1", 0, "step") if event["step"] == 1)
+    again = max(each.began for each in lives(tmp_path / "diary") if each.generation == 1)
+    assert 0 < again - last < 1
+
+
+def test_a_rank_that_says_that_it_is_worth_a_restart_gets_one(tmp_path: Path):
+    ended = losing(tmp_path, "--end", "exit")
+    assert ended.status == 0, ended.err
+    assert max(each.generation for each in lives(tmp_path / "diary")) == 1
+
+
+def test_an_error_of_the_program_is_not_tried_again(tmp_path: Path):
+    ended = losing(tmp_path, "--end", "raise")
+    assert ended.status == 1
+    assert ended.sentences == [f"rank 1 on {HOST} failed at step 3: ValueError: bad luck"]
+    assert {each.generation for each in lives(tmp_path / "diary")} == {0}
+    assert not launcher_events(tmp_path / "runs/losing-1")
+
+
+def test_ranks_that_are_lost_again_and_again_without_progress_are_given_up(tmp_path: Path):
+    ended = losing(tmp_path, "--lives", 9, "--step", 1, "--restarts", 2)
+    assert ended.status == 1
+    assert max(each.generation for each in lives(tmp_path / "diary")) == 2
+    assert ended.sentences[-1].startswith(f"rank 1 on {HOST} was killed by SIGKILL")
+    assert "gave up after 2 restarts without a finished step between (--restarts)" in ended.err
+
+
+class Training:
+    """A run of two that would go on for an hour, with the processes that it consists of."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        words = ["--diary", folder / "diary", "--procs", 2, "--steps", 100_000, "--pause", 0.04, "--lives", 0]
+        self.launcher = started(folder, "run", LOSING, *words)
+        self.seen: set[int] = set()
+        self.reach(0)
+
+    def reach(self, generation: int) -> list[Life]:
+        """Wait until both ranks of a generation compute."""
+        wait_until(lambda: self.launcher.poll() is not None or len(self.of(generation)) == 2, 30)
+        assert self.launcher.poll() is None, self.launcher.communicate()
+        self.seen |= {each.pid for each in self.of(generation)} | {self.nursery}
+        return self.of(generation)
+
+    def of(self, generation: int) -> list[Life]:
+        return [each for each in lives(self.folder / "diary") if each.generation == generation]
+
+    @property
+    def nursery(self) -> int:
+        return psutil.Process(self.launcher.pid).children()[0].pid
+
+    def clean_up(self) -> None:
+        for pid in {self.launcher.pid, *self.seen}:
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+        self.launcher.communicate()
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    made = Training(tmp_path)
+    try:
+        yield made
+    finally:
+        made.clean_up()
+
+
+def test_when_the_process_that_ranks_are_forked_from_is_killed_another_one_is_started(training: Training):
+    first, ranks = training.nursery, [each.pid for each in training.of(0)]
+    os.kill(first, signal.SIGKILL)
+    training.reach(1)
+    assert training.nursery != first
+    assert not any(is_alive(pid) for pid in (first, *ranks))
+
+
+def test_a_run_that_is_being_trained_is_refused_to_a_second_launcher(training: Training):
+    ended = meshrun(training.folder, "resume", "runs/losing-1")
+    assert ended.status == 2
+    assert ended.sentences[0].startswith(f"runs/losing-1 is in use by process {training.launcher.pid} on {HOST} since")
+    assert training.launcher.poll() is None
+
+
+def test_nothing_outlives_a_killed_launcher_and_its_memory_is_removed_by_the_next(training: Training):
+    wait_until(lambda: folders_in_memory(training.folder / "runs/losing-1"), 5)
+    training.launcher.kill()
+    wait_until(lambda: not any(is_alive(pid) for pid in training.seen), 5)
+    assert folders_in_memory(training.folder / "runs/losing-1")
+    assert meshrun(training.folder, "run", TINY, "--procs", 2).status == 0
+    assert not folders_in_memory(training.folder / "runs/losing-1")
+    assert not folders_in_memory(training.folder / "runs/tiny-1")
+
+
+def folders_in_memory(run: Path) -> list[Path]:
+    from meshrun.config import RunDirectory
+
+    return list(RunDirectory(run).memories.glob("*"))
+
+
+SLEEPING = ["-c", "import sys, time; time.sleep(60)", PARENT]
+
+
+class Pointing:
+    """A watch that finds fault with one rank a tenth of a second after all have started, once."""
+
+    def __init__(self, action: str, stop: bool = False) -> None:
+        self.action, self.stop = action, stop
+        self.generations: list[dict[int, int]] = []
+        self.found = False
+
+    def started(self, pids: dict[int, int], generation: int) -> None:
+        assert generation == len(self.generations)
+        self.generations.append(pids)
+        self.at = time.monotonic()
+        if self.stop:
+            os.kill(pids[1], signal.SIGSTOP)
+
+    def look(self) -> Verdict | None:
+        if time.monotonic() - self.at < 0.1:
+            return None
+        if len(self.generations) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if self.found:
+            return None
+        self.found = True
+        return Verdict(1, "rank 1 hangs", self.action)  # type: ignore[arg-type]
+
+    def progress(self) -> int:
+        return 0
+
+
+def test_a_stopped_rank_that_the_watch_names_is_killed_and_all_start_anew():
+    watch, told = Pointing("restart", stop=True), []
+    began = time.monotonic()
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        launch(Job(SLEEPING, 2, restarts=1), watch, lambda kind, **fields: told.append((kind, fields)))
+    assert [set(pids) for pids in watch.generations] == [{0, 1}, {0, 1}]
+    assert not any(is_alive(pid) for pids in watch.generations for pid in pids.values())
+    assert told == [("restart", {"generation": 1, "sentence": "rank 1 hangs; all ranks are started again"})]
+    assert time.monotonic() - began < 15
+
+
+def test_a_watch_can_end_the_run_with_its_sentence():
+    from meshrun.errors import RunFailed
+
+    watch = Pointing("end")
+    with pytest.raises(RunFailed, match=r"^rank 1 hangs$"):
+        launch(Job(SLEEPING, 2, restarts=1), watch)
+    assert not any(is_alive(pid) for pid in watch.generations[0].values())
+
+
+def test_what_a_watch_only_reports_changes_nothing():
+    watch, told = Pointing("report"), []
+    words = ["-c", "import time; time.sleep(0.5)"]
+    assert launch(Job(words, 2), watch, lambda kind, **fields: told.append((kind, fields))) == []
+    assert told == [("hang", {"sentence": "rank 1 hangs"})]
+
+
+def test_survivors_read_who_is_gone_and_get_time_to_write_down_their_state(tmp_path: Path):
+    """The survivor keeps its busy file for 3 s, which is longer than the grace time."""
+    program = f"""
+import json, os, pathlib, signal, sys, time
+memory, rank = pathlib.Path({str(tmp_path)!r}), os.environ["RANK"]
+busy = memory / f"words-{{rank}}.busy"
+def write(*_):
+    busy.touch()
+    time.sleep(3)
+    (memory / "words").write_text((memory / "dead-0.json").read_text())
+    busy.unlink()
+    os._exit(75)
+signal.signal(signal.SIGTERM, write)
+(memory / f"ready-{{rank}}").touch()
+while not (memory / "ready-0").exists(): time.sleep(0.01)
+if rank == "1": os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(60)
+"""
+    failures = launch(Job(["-c", program], 2, memory=tmp_path))
+    assert [(each.rank, each.code) for each in failures] == [(1, -9), (0, 75)]
+    assert json.loads((tmp_path / "words").read_text()) == {"ranks": [1], "final": False}
+
+
+def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace_time():
+    program = """
+import os, signal, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+time.sleep(60 if os.environ["RANK"] == "0" else 0.5)
+os._exit(3)
+"""
+    began = time.monotonic()
+    failures = launch(Job(["-c", program], 2))
+    assert [(each.rank, each.how) for each in failures] == [
+        (1, "ended with exit status 3"),
+        (0, "was killed by SIGKILL"),
+    ]
+    assert time.monotonic() - began < 8
+    assert isinstance(failures[0], Failure)
