@@ -88,12 +88,16 @@ class RunConfig:
     tensorboard: bool = option(True, "Write TensorBoard scalars where tensorboard is installed.")
 
     def __post_init__(self) -> None:
-        for name, least in (("procs", 1), ("eval_every", 1), ("workers", 0), ("prefetch", 1), ("threads", 1)):
+        leasts = {"procs": 1, "eval_every": 1, "workers": 0, "prefetch": 1, "threads": 1, "keep": 1, "restarts": 0}
+        for name, least in leasts.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise UserError(f"{name} is {value}; it must be at least {least} (--{name.replace('_', '-')})")
-        if self.timeout <= 0:
-            raise UserError(f"timeout is {self.timeout}; it must be above 0 seconds (--timeout)")
+        units = {"timeout": "seconds", "hang_after": "seconds", "mtbf": "hours", "spike": "times the usual spread"}
+        for name, unit in units.items():
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise UserError(f"{name} is {value}; it must be above 0 {unit} (--{name.replace('_', '-')})")
         if self.port is not None and not 0 < self.port < 65536:
             raise UserError(f"port is {self.port}; it must be between 1 and 65535 (--port)")
         if self.name is not None and (not self.name or "/" in self.name or self.name.startswith(".")):

@@ -140,11 +140,9 @@ class Here:
         try:
             yield
         except RuntimeError as error:
-            text = str(error).lower()
-            # gloo raises plain RuntimeErrors, which name its source files; others may be the user's own.
-            ours = isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "pair closure"))
-            if not ours:
+            if not of_collectives(error):
                 raise
+            text = str(error).lower()
             me = f"rank {self.rank} on {self.world.host}"
             if "timed out" in text or "timeout" in text:
                 waited = time.monotonic() - began
@@ -157,6 +155,15 @@ class Here:
         finally:
             _waits.pop()
             _listener(_waits[-1] if _waits else None)
+
+
+def of_collectives(error: BaseException) -> bool:
+    """Whether the ranks' way to each other has failed, and not the user's program."""
+    text = str(error).lower()
+    # gloo raises plain RuntimeErrors, which name its source files; others may be the user's own.
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "pair closure"))
+    )
 
 
 _flattened: dict[tuple[int, str], DeviceMesh] = {}

@@ -162,11 +162,15 @@ def _chaos(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> int:
-    from meshrun.cli.run import nursery_for, run_command
+    from meshrun.cli.nursery import nursery_for
 
     with nursery_for(words, next(iter(words), None)) as nursery:
         asked = _parsed_by_all(parse_run, words)
-        return _trained(asked, run_command(asked, nursery) if asked is not None else None)
+        if asked is None:
+            return 0
+        from meshrun.cli.run import run_command
+
+        return _trained(asked, run_command(asked, nursery))
 
 
 def _resume(words: list[str]) -> int:
@@ -174,7 +178,7 @@ def _resume(words: list[str]) -> int:
 
     with nursery_of_run(words) as nursery:
         asked = _parsed_by_all(parse_resume, words)
-        return _trained(asked, resume_command(asked, nursery) if asked is not None else None)
+        return _trained(asked, resume_command(asked, nursery)) if asked is not None else 0
 
 
 def _parsed_by_all(parse: Callable[[list[str]], Asked | None], words: list[str]) -> Asked | None:
@@ -187,9 +191,9 @@ def _parsed_by_all(parse: Callable[[list[str]], Asked | None], words: list[str])
         raise
 
 
-def _trained(asked: Asked | None, result: dict[str, Any] | None) -> int:
+def _trained(asked: Asked, result: dict[str, Any] | None) -> int:
     """Show what a training has reached, on the one process that was given it."""
-    if asked is None or result is None:
+    if result is None:
         return 0
     if asked.as_json:
         print(json.dumps(result))

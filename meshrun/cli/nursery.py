@@ -12,15 +12,20 @@ import ast
 import contextlib
 import importlib
 import importlib.util
+import os
+import re
 import site
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
 from meshrun.cli.target import find
+from meshrun.config import RunConfig
 from meshrun.errors import UserError
 from meshrun.launch.local import die_with_launcher
 from meshrun.launch.nursery import serve
+from meshrun.launch.ranks import Nursery
+from meshrun.world import detect
 
 NEEDED = (
     "torch",
@@ -30,6 +35,21 @@ NEEDED = (
     "meshrun.cli.rank",
 )
 """What every rank imports."""
+
+
+def nursery_for(
+    words: list[str], target: str | None, before: RunConfig | None = None
+) -> contextlib.AbstractContextManager[Nursery | None]:
+    """The process that ranks will be forked from, already importing while this one still reads what is asked for.
+
+    It is a guess from the words, and from what a run was `before`: one that is not needed does no harm.
+    """
+    if target is None or target.startswith("-") or "--help" in words or detect(os.environ).source != "none":
+        return contextlib.nullcontext()
+    given = re.search(r"(?:^|\0)--procs[=\0](\d+)", "\0".join(words))
+    procs = int(given[1]) if given else (before and before.procs) or 1
+    several = procs > 1 or any(word.startswith(("--nodes", "--join")) for word in words)
+    return Nursery(target) if several else contextlib.nullcontext()
 
 
 def nursery_command(fd: int, launcher: int, target: str | None) -> list[str]:

@@ -128,7 +128,7 @@ def rank_command(folder: Path, launcher: int, memory: Path | None = None) -> Non
 
 def _may_go_away(error: BaseException) -> bool:
     """Whether the same ranks, started anew, may get further: others were lost, or a device or the network failed."""
-    return isinstance(error, mesh.PeerLost | Stopped | torch.distributed.DistError | torch.AcceleratorError)
+    return isinstance(error, mesh.PeerLost | Stopped | torch.AcceleratorError) or mesh.of_collectives(error)
 
 
 def work(config: RunConfig, target: Target, tell: Tell, again: RunDirectory | None = None) -> dict[str, Any]:
@@ -304,9 +304,11 @@ def _train(
         signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "stop", True))
     try:
         reached = trainer.train()
-    except (mesh.PeerLost, Stopped, KeyboardInterrupt) as error:
-        if trainer.keeper is not None:
-            trainer.keeper.leave(graceful=not isinstance(error, mesh.PeerLost))
+    except (RuntimeError, RunFailed, KeyboardInterrupt) as error:
+        stopped = isinstance(error, Stopped | KeyboardInterrupt)
+        lost = isinstance(error, mesh.PeerLost) or mesh.of_collectives(error)
+        if trainer.keeper is not None and (stopped or lost):
+            trainer.keeper.leave(graceful=stopped)
         raise
     result = {
         "run": str(run.path),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrun.cli.command import Asked
-from meshrun.cli.run import nursery_for, run_command
+from meshrun.cli.nursery import nursery_for
 from meshrun.config import RunDirectory, write_json
 from meshrun.errors import SharedError, UserError
 from meshrun.launch.ranks import Nursery
@@ -38,6 +38,8 @@ def resume_command(asked: Asked, nursery: Nursery | None = None) -> dict[str, An
     assert run is not None
     before = run.document()
     _refuse_complete(run, asked, before)
+    from meshrun.cli.run import run_command
+
     try:
         return run_command(asked, nursery)
     except UserError:

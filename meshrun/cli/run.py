@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import socket
 import sys
 import time
@@ -38,22 +37,8 @@ from meshrun.observe.failures import first_failure
 from meshrun.observe.report import write_report
 from meshrun.observe.story import Follow, Story
 from meshrun.observe.watch import Watcher
+from meshrun.train.interval import parse as parse_interval
 from meshrun.world import World, detect
-
-
-def nursery_for(
-    words: list[str], target: str | None, before: RunConfig | None = None
-) -> contextlib.AbstractContextManager[Nursery | None]:
-    """The process that ranks will be forked from, already importing while this one still reads what is asked for.
-
-    It is a guess from the words, and from what a run was `before`: one that is not needed does no harm.
-    """
-    if target is None or target.startswith("-") or "--help" in words or detect(os.environ).source != "none":
-        return contextlib.nullcontext()
-    given = re.search(r"(?:^|\0)--procs[=\0](\d+)", "\0".join(words))
-    procs = int(given[1]) if given else (before and before.procs) or 1
-    several = procs > 1 or any(word.startswith(("--nodes", "--join")) for word in words)
-    return Nursery(target) if several else contextlib.nullcontext()
 
 
 def run_command(asked: Asked, nursery: Nursery | None = None) -> dict[str, Any] | None:
@@ -225,6 +210,7 @@ def _check_before_start(asked: Asked) -> None:
 
     config, target = asked.config, asked.target
     assert config.procs is not None
+    parse_interval(config.checkpoint)
     least, most = nodes_of(config.nodes)
     sizes = [config.procs * nodes for nodes in range(least, most + 1)]
     size = next(filter(_wanted(config).fits, sizes), sizes[0])

@@ -41,7 +41,8 @@ def _evaluate_one(
 ) -> dict[str, float]:
     named = {"loss": experiment.loss, **experiment.metrics}
     functions = {name: _checked(name, function) for name, function in named.items()}
-    sums = _own_sums(here, placed, experiment, reading, experiment.evals[name], functions, at)
+    with here.waiting(f"the outputs for the evaluation set {name!r}"):  # shards and stages need each other for them
+        sums = _own_sums(here, placed, experiment, reading, experiment.evals[name], functions, at)
     with here.waiting(f"the sums of the evaluation set {name!r}"):
         reduction = here.sum(sums)
         if reduction is not None:

@@ -21,6 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from meshrun.errors import RunFailed, SharedError
 from meshrun.state import catalog, exchange
 from meshrun.state.checkpoint import BadCheckpoint, Checkpoint
@@ -271,6 +273,7 @@ class Keeper:
         own = self._busy, self._copy_cost, (began - then) / max(1, trainer.step - step)
         busy, cost, pace = (max(each) for each in zip(*trainer.here.gathered(own), strict=True))
         if not busy:
+            trainer.settle()
             self._moment = moment(trainer)
             self.saver.snapshot(regions(trainer, self._moment), trainer.step, self._values())
             if self._neighbour is not None and self.saver.index is not None:
@@ -327,10 +330,11 @@ class Keeper:
     def leave(self, graceful: bool) -> None:
         """This training ends here, since others are lost or someone wants it to: leave its state to who goes on.
 
-        What a GPU still computes for ranks that are gone cannot be waited for; `graceful` says that it need not be.
+        NCCL's kernels wait for ranks that are gone, and a GPU for these kernels; `graceful` says that nobody is.
         """
-        if self._torn or (self.trainer.here.device.type == "cuda" and not graceful):
+        if self._torn or not (graceful or dist.get_backend() == "gloo"):
             return
+        self.trainer.settle()
         memory, here = self.keeping.memory, self.trainer.here
         if memory is None:
             if here.size == 1:
@@ -339,7 +343,8 @@ class Keeper:
         busy = memory / f"words-{here.rank}.busy"
         busy.touch()
         try:
-            dead, final = self._word_of_the_launcher(memory)
+            # Who is asked to stop by the launcher has its word already; one who loses others is quicker than it.
+            dead, final = self._word_of_the_launcher(memory, 0.1 if graceful else HEARD_WITHIN)
             if final:
                 self._save_and_wait()
             else:
@@ -375,9 +380,9 @@ class Keeper:
         ]
         self.saver.put("words", found, self._moment.step, self._values())
 
-    def _word_of_the_launcher(self, memory: Path) -> tuple[set[int], bool]:
+    def _word_of_the_launcher(self, memory: Path, within: float) -> tuple[set[int], bool]:
         """Which ranks of this node are gone, and whether none will be started again."""
-        path, give_up = memory / f"dead-{self.keeping.generation}.json", time.monotonic() + HEARD_WITHIN
+        path, give_up = memory / f"dead-{self.keeping.generation}.json", time.monotonic() + within
         while time.monotonic() < give_up:
             try:
                 word = json.loads(path.read_text())

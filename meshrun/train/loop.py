@@ -288,8 +288,11 @@ class Trainer:
         first = next(iter(scores))
         loss = scores[first]["loss"]
         if loss < self.totals.best.get("loss", math.inf):
-            self.totals.best = {"step": self.step, **scores[first]}
-            self._keep("best", self.totals.best)
+            best = {"step": self.step, **scores[first]}
+            self._keep("best", best)
+            # Who goes on from here believes that they are kept, so nobody does before they are.
+            self.here.gathered(None)
+            self.totals.best = best
         if self.keeper is not None:
             self.keeper.remember()
 
@@ -298,7 +301,8 @@ class Trainer:
         if self.weights is None:
             return
         self.at("saving")
-        whole = dict(self.placed.weights())
+        with self.here.waiting("the weights of all ranks"):
+            whole = dict(self.placed.weights())
         if self.here.rank == 0:
             path = self.weights / f"{name}.safetensors"
             try:
