@@ -36,6 +36,8 @@ bench: setup
 	$(BIN)/python benchmarks/memory.py
 	$(BIN)/python benchmarks/communication.py
 	$(BIN)/python benchmarks/pipeline.py
+	$(BIN)/python benchmarks/checkpoint.py
+	$(BIN)/python benchmarks/restart.py
 
 # The tests also run under the real Open MPI and MPICH. Where they cannot be installed, those tests say so and are skipped.
 launchers:

@@ -14,7 +14,8 @@ the same cores still widens the quartiles: `load_before` says whether the machin
 - bare DDP + fused differs in `fused=True`: meshrun turns that on by itself, so this row says how much of a difference
   to bare DDP is only that.
 - meshrun does all that a user of `meshrun run` gets: global loss and gradient norm of every step, checked for being
-  finite, in an events file a rank and in TensorBoard, while the launcher reads the events to show the progress.
+  finite, in an events file a rank and in TensorBoard, while the launcher reads the events to show the progress;
+  checkpoints as often as pays, and marks of what the rank is at for whoever watches it.
 """
 
 from __future__ import annotations
@@ -51,8 +52,11 @@ from meshrun.cli.rank import Recorder
 from meshrun.config import RunConfig, RunDirectory, write_json
 from meshrun.launch.local import Job, die_with_launcher, launch
 from meshrun.observe.board import Board
+from meshrun.observe.pulse import Pulse
 from meshrun.observe.story import Follow, Story
 from meshrun.recipes.digits import Digits, Net
+from meshrun.train.interval import parse as parse_interval
+from meshrun.train.keeper import Keeping
 from meshrun.world.cores import granted, share, topology
 
 RANKS, WIDTH, WARM_UP = 2, 128, 3
@@ -212,11 +216,16 @@ def accelerate(task: Task) -> Side:
 
 
 def meshrun(task: Task, run: RunDirectory) -> Side:
-    """As meshrun/cli/rank.py trains: the same recorder with the same listeners."""
+    """As meshrun/cli/rank.py trains: the same recorder with the same listeners, checkpoints, and a pulse."""
     here = mesh.start()
     recorder = Recorder(run, here.rank, None)
+    memory = run.path / "memory"
+    memory.mkdir(exist_ok=True)
+    pulse = Pulse.open(memory, here.rank, 0)
+    mesh.listen(pulse.waiting)
+    keeping = Keeping(run.checkpoints, memory, parse_interval("auto"))
     experiment = Experiment(task.net, task.data(), cross_entropy, task.optimizer, task.batch, steps=task.steps)
-    trainer = Trainer(experiment, here, record=recorder)
+    trainer = Trainer(experiment, here, record=recorder, keeping=keeping, life=pulse)
     recorder.board = Board.open(run.path / "tensorboard") if here.rank == 0 else None
     about = {"world": RANKS, "layout": str(here.layout), "device": str(here.device), "run": str(run.path)}
     recorder("start", target="meshrun's turns", total_steps=task.steps, **about)
