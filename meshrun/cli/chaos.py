@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import signal
 import tempfile
 import time
 from pathlib import Path
@@ -41,8 +43,11 @@ def chaos_command(asked: Asked) -> int:
         raise UserError(f"faults is {count}; it must be at least 1 (--faults)")
     kinds = asked.beyond.get("kinds")
     document = _document(asked)
-    faults = plan(seed, count, document["procs"], kinds.split(",") if kinds else None)
+    faults = plan(
+        seed, count, document["procs"], kinds.split(",") if kinds else None, readers=bool(document.get("workers"))
+    )
     folder = _folder(keep)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # runs are ended and disks healed on the way out
     console = Console(stderr=True)
     began = time.monotonic()
     chaos = Chaos(asked.config.target, document, folder, keep is not None)
@@ -68,7 +73,7 @@ def chaos_command(asked: Asked) -> int:
     else:
         _show(document, asked.target.label, console)
     if not outcome.failures and keep is None:
-        _remove(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     return 1 if outcome.failures else 0
 
 
@@ -93,12 +98,6 @@ def _folder(keep: Path | None) -> Path:
     if any(keep.iterdir()):
         raise UserError(f"{keep} is not empty; give a folder that is empty or does not exist (--keep)")
     return keep
-
-
-def _remove(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _show(document: dict[str, Any], label: str, console: Console) -> None:

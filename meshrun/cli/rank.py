@@ -119,6 +119,7 @@ def rank_command(folder: Path, launcher: int, memory: Path | None = None) -> Non
     except BaseException as error:
         if isinstance(error, SystemExit) and error.code in (0, None):
             raise
+        _hear_of_no_reader()
         recorder.failure(error, rank)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -127,8 +128,19 @@ def rank_command(folder: Path, launcher: int, memory: Path | None = None) -> Non
 
 
 def _may_go_away(error: BaseException) -> bool:
-    """Whether the same ranks, started anew, may get further: others were lost, or a device or the network failed."""
-    return isinstance(error, mesh.PeerLost | Stopped | torch.AcceleratorError) or mesh.of_collectives(error)
+    """Whether the same ranks, started anew, may get further: others, a reader, a device or the network were lost."""
+    gone = isinstance(error, mesh.PeerLost | Stopped | torch.AcceleratorError)
+    return gone or mesh.of_collectives(error) or _has_lost_a_reader(error)
+
+
+def _has_lost_a_reader(error: BaseException) -> bool:
+    """Whether a process that reads for this rank was killed, which torch raises wherever the rank is just then."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
+
+
+def _hear_of_no_reader() -> None:
+    """A rank that ends must not be interrupted by what torch raises whenever a reader is gone."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 def work(config: RunConfig, target: Target, tell: Tell, again: RunDirectory | None = None) -> dict[str, Any]:
@@ -305,7 +317,8 @@ def _train(
     try:
         reached = trainer.train()
     except (RuntimeError, RunFailed, KeyboardInterrupt) as error:
-        stopped = isinstance(error, Stopped | KeyboardInterrupt)
+        _hear_of_no_reader()
+        stopped = isinstance(error, Stopped | KeyboardInterrupt) or _has_lost_a_reader(error)
         lost = isinstance(error, mesh.PeerLost) or mesh.of_collectives(error)
         if trainer.keeper is not None and (stopped or lost):
             trainer.keeper.leave(graceful=stopped)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from meshrun.errors import UserError
-from meshrun.state.manifest import MOST_BYTES, Index, Info, Manifest, Piece, Unfit
+from meshrun.state.manifest import Index, Info, Manifest, Piece, Unfit, content
 from meshrun.state.memory import of_one_moment
 from meshrun.state.region import Box, Region
 from meshrun.state.shards import CHUNK, Damaged, Reader, memory_of
@@ -50,9 +50,7 @@ class Checkpoint:
         """Read what the checkpoint says of itself."""
         path = folder / MANIFEST
         try:
-            if path.stat().st_size > MOST_BYTES:
-                raise BadCheckpoint(f"checkpoint {folder} is damaged: {MANIFEST} is larger than {MOST_BYTES:,} bytes")
-            manifest = Manifest.decode(path.read_bytes())
+            manifest = Manifest.decode(content(path))
         except OSError as error:
             raise BadCheckpoint(f"cannot read checkpoint {folder}: {MANIFEST}: {error.strerror}") from None
         except Unfit as unfit:
@@ -136,7 +134,10 @@ class Checkpoint:
                 self._reader(file)  # before any memory is asked for: a missing file has no tensor to hold
         except Damaged as damage:
             raise BadCheckpoint(f"checkpoint {self.path} is damaged: {damage}") from None
-        tensor = torch.empty(info.shape, dtype=info.dtype)
+        try:
+            tensor = torch.empty(info.shape, dtype=info.dtype)
+        except RuntimeError:
+            raise BadCheckpoint(f"there is no memory for {name!r} of checkpoint {self.path}") from None
         self.read(Region.whole(name, tensor))
         return tensor
 

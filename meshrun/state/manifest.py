@@ -12,18 +12,20 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from meshrun.state.region import Box, Region
-from meshrun.state.shards import BLOCK, DTYPES, NAMES, Plan, Spec, plan
+from meshrun.state.shards import BLOCK, DTYPES, NAMES, Plan, Spec, open_plain, plan
 
 FORMAT = 1
-MOST_BYTES = 1 << 30
+MOST_BYTES = 1 << 27
 """Of a manifest; a longer one is refused unread."""
 _FILE = re.compile(r"[a-z][a-z0-9-]{0,40}-\d{5,9}\.safetensors")
 _LARGEST = 1 << 60
@@ -33,6 +35,14 @@ _FLOAT = "__float__"
 
 class Unfit(Exception):
     """A document that is no manifest: what is wrong with it, as the end of a sentence."""
+
+
+def content(path: Path) -> bytes:
+    """A document as it lies on disk: of a plain file that is no longer than such documents are."""
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+            raise Unfit(f"is larger than {MOST_BYTES:,} bytes")
+        return file.read(MOST_BYTES)
 
 
 class Piece(NamedTuple):
@@ -250,7 +260,11 @@ def _unseal(raw: bytes) -> dict[str, Any]:
     if found != FORMAT or type(found) is not int:
         raise Unfit("is no manifest of meshrun")
     body = _dict(document.get("body"), "body")
-    if hashlib.sha256(_canonical(body).encode()).hexdigest() != document.get("sha256"):
+    try:
+        text = _canonical(body)
+    except (ValueError, RecursionError):
+        raise Unfit("is not valid JSON") from None
+    if hashlib.sha256(text.encode()).hexdigest() != document.get("sha256"):
         raise Unfit("has a wrong checksum")
     return body
 
@@ -260,11 +274,15 @@ def _no_constant(text: str) -> NoReturn:
 
 
 def _common(body: dict[str, Any]) -> dict[str, Any]:
+    try:
+        state = _unplain(_dict(body.get("state"), "state"))
+    except RecursionError:
+        raise Unfit("is no manifest of meshrun: state has no end") from None
     return {
         "step": _count(body.get("step"), "step"),
         "layout": _text(body.get("layout"), "layout"),
         "world": _count(body.get("world"), "world"),
-        "state": _unplain(_dict(body.get("state"), "state")),
+        "state": state,
     }
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meshrun.state.manifest import MOST_BYTES, Entry, Index, Unfit
+from meshrun.state.manifest import Entry, Index, Unfit, content
 from meshrun.state.region import Region
 from meshrun.state.shards import bytes_of, write_buffers
 
@@ -51,17 +51,16 @@ class MemoryFile:
 
 
 def memory_files(folder: Path) -> list[MemoryFile]:
-    """Snapshots and last words that are whole, newest step first; what is not readable, or not ours, is passed over."""
-    found = []
+    """Snapshots and last words that are whole, newest step first; what cannot be read is passed over."""
+    found: list[MemoryFile] = []
+    # Anybody may make folders in memory: one of somebody else is not where our ranks left anything.
+    if not folder.is_dir() or folder.stat().st_uid != os.getuid():
+        return found
     for path in sorted(folder.glob("*-*.json")):
         try:
-            about = path.stat()
-            if about.st_uid != os.getuid() or about.st_size > MOST_BYTES:
-                continue
-            index = Index.decode(path.read_bytes())
-            if path.with_suffix(".safetensors").name == index.name and (folder / index.name).stat().st_size >= (
-                index.file.bytes
-            ):
+            index = Index.decode(content(path))
+            image = (folder / index.name).stat()
+            if path.with_suffix(".safetensors").name == index.name and image.st_size >= index.file.bytes:
                 found.append(MemoryFile(folder / index.name, index))
         except (OSError, Unfit):
             continue
@@ -82,10 +81,14 @@ def of_one_moment(folders: Sequence[Path], step: int) -> list[MemoryFile]:
 
 
 def fitting(indices: Sequence[Index]) -> list[Index]:
-    """Of the indices of one step, those of one mesh and of the same batches: the group that holds most."""
+    """Of the indices of one step, those of one mesh and of the same batches: the group that holds most.
+
+    Evaluating changes buffers, so that before and after it are two moments of the same step.
+    """
     groups: dict[str, list[Index]] = {}
     for index in indices:
-        groups.setdefault(f"{index.world} {index.layout} {index.state.get('skipped')}", []).append(index)
+        way = (index.world, index.layout, index.state.get("skipped"), index.state.get("evaluated"))
+        groups.setdefault(repr(way), []).append(index)
     return max(groups.values(), key=lambda group: sum(index.file.bytes for index in group), default=[])
 
 

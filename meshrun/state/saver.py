@@ -204,6 +204,8 @@ class Saver:
         except Exception as failure:
             # Nobody sees what a thread raises. The store's errors end here too, when the rank that serves it is gone.
             error = f"rank {self.here.rank} could not save step {index.step}: {(str(failure).splitlines() or [''])[0]}"
+            with contextlib.suppress(Exception):
+                self._say(index, "outcome" if self.here.rank == 0 else self.here.rank, error)
         self._saved.append(Saved(index.step, time.perf_counter() - began, index.file.bytes, error, path))
 
     def _written(self, index: Index, partial: Path) -> Index | str:
@@ -222,12 +224,16 @@ class Saver:
     def _key(self, index: Index, what: object) -> str:
         return f"checkpoint/{self.token}/{index.step}/{self._begun[index.step]}/{what}"
 
+    def _say(self, index: Index, what: object, text: str) -> None:
+        if self.here.store is not None:
+            self.here.store.set(self._key(index, what), text)
+
     def _outcome(self, index: Index, word: Index | str) -> str | None:
         """Tell rank 0, and hear what became of it all."""
         store = self.here.store
         assert store is not None
         mine = replace(word, state={}).encode().decode() if isinstance(word, Index) else word
-        store.set(self._key(index, self.here.rank), mine)
+        self._say(index, self.here.rank, mine)
         key = self._key(index, "outcome")
         if not self._appears(key, time.monotonic() + self.timeout + 30):
             return f"rank 0 did not say within {self.timeout:.0f} s what became of step {index.step}"
@@ -247,8 +253,7 @@ class Saver:
                 error = f"the parts of step {index.step} do not fit together: {unfit}"
         if error is not None:
             shutil.rmtree(partial, ignore_errors=True)
-        if self.here.store is not None:
-            self.here.store.set(self._key(index, "outcome"), error or "")
+        self._say(index, "outcome", error or "")
         if path is not None:
             self._prune(index)
         return path, error

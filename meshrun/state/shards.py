@@ -11,9 +11,12 @@ trusted here. Bytes go from a tensor's memory to the file and back without a cop
 from __future__ import annotations
 
 import ctypes
+import errno
+import io
 import json
 import math
 import os
+import stat
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -169,6 +172,15 @@ def _begin_writeback(file: int, at: int, length: int) -> None:
         _libc.sync_file_range(file, ctypes.c_int64(at), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
 
 
+def open_plain(path: Path) -> io.FileIO:
+    """Open a file to read, if it is one: to open a pipe would wait for somebody to write, and a device has no end."""
+    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(number).st_mode):
+        os.close(number)
+        raise OSError(errno.EINVAL, "it is no plain file")
+    return io.FileIO(number)
+
+
 class Reader:
     """Reads a file whose size and checksums are known; without checksums, bytes come as they are."""
 
@@ -176,19 +188,17 @@ class Reader:
         self.path, self.size, self.blocks = path, size, blocks
         self._edge = (-1, b"")
         try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._file = open_plain(path)
         except OSError as error:
             raise Damaged(f"{path} cannot be read: {error.strerror}") from None
-        found = os.fstat(self._file).st_size
+        found = os.fstat(self._file.fileno()).st_size
         # The memory of a node keeps a file's room for the next, maybe longer, state.
         if found != size if blocks is not None else found < size:
             self.close()
             raise Damaged(f"{path} has {found:,} bytes where {size:,} were written")
 
     def close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        self._file.close()
 
     def read(self, offset: int, length: int) -> bytearray:
         """Bytes of the file, each of a block that was verified."""
@@ -229,7 +239,7 @@ class Reader:
     def _fill(self, offset: int, into: memoryview) -> None:
         while into:
             try:
-                count = os.preadv(self._file, [into[:CHUNK]], offset)
+                count = os.preadv(self._file.fileno(), [into[:CHUNK]], offset)
             except OSError as error:
                 raise Damaged(f"{self.path} cannot be read at byte {offset:,}: {error.strerror}") from None
             if count == 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.command import MODULE, SCRIPT, TINY, Ended, events, meshrun
+from tests.launch.command import MODULE, PROGRAMS, SCRIPT, TINY, Ended, events, meshrun
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 OPENMPI = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2")
@@ -72,6 +72,18 @@ def test_a_failing_rank_of_another_launcher_is_named_and_its_peer_says_nothing(t
     assert ended.status != 0
     assert ended.sentences == [f"rank 1 on {socket.gethostname()} failed at step 3: ValueError: bad luck"]
     assert ended.err.rstrip().endswith("log: runs/tiny-1/logs/rank-00001.log")
+
+
+def test_ranks_that_torchrun_starts_again_go_on_in_their_run_directory(tmp_path: Path):
+    """What torchrun itself needs for gloo: a store of its own for each start."""
+    losing = str(PROGRAMS / "losing.py")
+    again = ("env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", *TORCHRUN, "--max-restarts=1", "-m", "meshrun")
+    words = ("--diary", tmp_path / "diary", "--step", 8, "--steps", 10, "--checkpoint", 2)
+    ended = meshrun(tmp_path, "run", losing, *words, "--json", launcher=again)
+    assert ended.status == 0, ended.err
+    assert ended.document["run"] == "runs/losing-1" and len(ended.document["losses"]) == 10
+    (resumed,) = events(tmp_path / "runs/losing-1", 0, "resumed")
+    assert resumed["source"] == "a checkpoint" and resumed["step"] in (4, 6)
 
 
 def test_a_plain_script_is_started_on_two_ranks_with_its_own_words(tmp_path: Path):

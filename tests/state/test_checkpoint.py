@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
@@ -85,7 +86,7 @@ def test_any_rectangle_is_read_from_any_pieces(tmp_path_factory, cut, chunk, kin
     shape, edges, start, size = cut
     tensor = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     pieces: dict[Box, torch.Tensor] = {}
-    spans = [list(zip(each, each[1:], strict=False)) for each in edges]
+    spans = [list(itertools.pairwise(each)) for each in edges]
     for corner in torch.cartesian_prod(*(torch.arange(len(each)) for each in spans)).reshape(-1, len(shape)).tolist():
         chosen = [spans[dim][at] for dim, at in enumerate(corner)]
         box = Box(tuple(low for low, _ in chosen), tuple(high - low for low, high in chosen))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -22,6 +24,7 @@ from meshrun.state.saver import Saver
 
 from .places import ALONE, numbers, saved
 
+ROOT = Path(__file__).parents[2]
 SHAPE = (1003, 300)
 WHOLE = numbers(*SHAPE)
 BIAS = numbers(7, seed=1)
@@ -33,7 +36,7 @@ def rows(tensor: Tensor, rank: int, ranks: int) -> tuple[int, Tensor]:
 
 
 def regions(rank: int, ranks: int, change: float = 0.0) -> list[Region]:
-    """Rows of a weight, as sharding cuts it; a large and a small tensor that all ranks hold; one that a rank holds alone."""
+    """Rows of a weight, as sharding cuts it; a large and a small tensor that all hold; one that a rank holds alone."""
     first, own = rows(WHOLE + change, rank, ranks)
     return [
         Region("sharded", own, SHAPE, (first, 0)),
@@ -56,7 +59,8 @@ def test_three_ranks_write_one_checkpoint_that_any_number_reads(tmp_path: Path):
     checkpoint = Checkpoint.open(tmp_path / "step-00000007")
     assert (checkpoint.step, checkpoint.world, checkpoint.state) == (7, 3, {"cursor": 12})
     assert checkpoint.layout == str(here.layout)
-    assert sorted(os.listdir(checkpoint.path)) == ["manifest.json", *(f"rank-0000{n}.safetensors" for n in range(3))]
+    names = sorted(path.name for path in checkpoint.path.iterdir())
+    assert names == ["manifest.json", *(f"rank-0000{n}.safetensors" for n in range(3))]
     assert torch.equal(checkpoint.whole("sharded"), WHOLE)
     assert torch.equal(checkpoint.whole("large"), WHOLE * 2)
     assert torch.equal(checkpoint.whole("small"), BIAS)
@@ -149,6 +153,28 @@ def test_parts_that_leave_a_hole_become_no_checkpoint(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.ranks(3)
+def test_a_rank_whose_thread_fails_in_any_way_keeps_nobody_waiting(tmp_path: Path):
+    here = mesh.start()
+    for guilty in (0, 2):
+        kept = Saver(tmp_path, here, None, keep=2)
+
+        def fails(*_: object, rank: int = guilty) -> list[int]:
+            if here.rank == rank:
+                raise ZeroDivisionError("nobody thought of this")
+            return [0]
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(saver, "write_buffers", fails)
+            kept.snapshot(regions(here.rank, here.size), 7, {})
+            kept.begin()
+            kept.close()
+        (outcome,) = kept.finished()
+        assert outcome.seconds < 20
+        assert outcome.error == f"rank {guilty} could not save step 7: nobody thought of this"
+        here.gathered(None)
+
+
 def test_a_folder_that_cannot_be_written_is_an_error_and_no_more(tmp_path: Path):
     (tmp_path / "file").write_text("")
     kept = Saver(tmp_path / "file" / "checkpoints", ALONE, None, keep=2)
@@ -208,13 +234,21 @@ def node(tmp_path: Path) -> Path:
     return tmp_path / "node-0"
 
 
+DIES = """
+import os, signal, sys
+from pathlib import Path
+from meshrun.state.region import Region
+from meshrun.state.saver import Saver
+from tests.state.places import ALONE, numbers
+saver = Saver(Path(sys.argv[1]) / "c", ALONE, Path(sys.argv[1]) / "node-0", keep=2)
+saver.snapshot([Region.whole("w", numbers(1003, 300))], 3, {"cursor": 4})
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
 def test_a_snapshot_survives_kill_9(tmp_path: Path, node: Path):
-    child = os.fork()
-    if child == 0:
-        kept = Saver(tmp_path / "c", ALONE, node, keep=2)
-        kept.snapshot([Region.whole("w", WHOLE)], 3, {"cursor": 4})
-        os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
+    ended = subprocess.run([sys.executable, "-c", DIES, str(tmp_path)], cwd=ROOT, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
     (found,) = memory_files(node)
     assert (found.step, found.rank, found.state) == (3, 0, {"cursor": 4})
     assert torch.equal(Checkpoint.from_memory([node], 3).whole("w"), WHOLE)

@@ -1,0 +1,268 @@
+"""Export and inspect: other programs read what comes out, and one process needs little memory for it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+
+from meshrun import UserError
+from meshrun.cli.export import Form, export_command
+from meshrun.cli.inspect import inspect_command
+from meshrun.config import RunConfig, RunDirectory
+from meshrun.recipes.llama import Llama, Shape, hf_parameters
+from meshrun.state import export
+from meshrun.state.checkpoint import BadCheckpoint, Checkpoint
+from meshrun.state.export import to_hf, to_safetensors, to_torch
+from meshrun.state.shards import bytes_of
+
+from .places import numbers, saved
+from .test_checkpoint import EVERY_TYPE
+
+PROGRAM = """
+import torch
+from torch import nn
+from meshrun import Experiment, cross_entropy
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+def experiment():
+    return Experiment(model=Net, train=[0], loss=cross_entropy, optimizer=torch.optim.SGD, batch=1, steps=1)
+"""
+
+
+def run_of(tmp_path: Path, target: str, **options: object) -> RunDirectory:
+    return RunDirectory.create(RunConfig(target=target, options=dict(options), runs=tmp_path / "runs"))
+
+
+@pytest.fixture
+def tied(tmp_path: Path) -> RunDirectory:
+    """A run of a program with a tied weight and running statistics, saved by two replicas at two steps."""
+    (tmp_path / "net.py").write_text(PROGRAM)
+    run = run_of(tmp_path, f"{tmp_path / 'net.py'}:experiment")
+    for step in (3, 7):
+        tensors = {
+            "model/embed.weight": numbers(5, 3) + step,
+            "model/norm.weight": numbers(3),
+            "model/norm.bias": numbers(3),
+            "buffer/norm.running_mean@0": torch.tensor([1.0, 2.0, 3.0]),
+            "buffer/norm.running_mean@1": torch.tensor([3.0, 2.0, 1.0]),
+            "buffer/norm.running_var@0": torch.ones(3),
+            "buffer/norm.running_var@1": torch.ones(3),
+            "buffer/norm.num_batches_tracked@0": torch.tensor(4),
+            "buffer/norm.num_batches_tracked@1": torch.tensor(4),
+            "optimizer/embed.weight/exp_avg": numbers(5, 3),
+        }
+        saved(run.checkpoints, tensors, step, {"best": {"step": 3, "loss": 0.5}})
+    return run
+
+
+def test_a_torch_export_loads_into_the_model_with_its_tied_weights(tied: RunDirectory, capsys):
+    assert export_command(tied.path, Form.TORCH, None, None, False, True, False) == 0
+    told = json.loads(capsys.readouterr().out)
+    path = tied.path / "export" / "step-00000007.pt"
+    assert (told["out"], told["step"], told["bytes"]) == (str(path), 7, path.stat().st_size)
+    state = torch.load(path, weights_only=True)
+    assert state["head.weight"].data_ptr() == state["embed.weight"].data_ptr()
+    assert torch.equal(state["embed.weight"], numbers(5, 3) + 7)
+    assert state["norm.running_mean"].tolist() == [2.0, 2.0, 2.0]
+    assert state["norm.num_batches_tracked"].item() == 4
+    scope: dict[str, type[nn.Module]] = {}
+    exec(PROGRAM, scope)
+    model = scope["Net"]()
+    model.load_state_dict(state)
+    assert model.head.weight is model.embed.weight
+
+
+def test_every_type_of_number_is_exported(tmp_path: Path):
+    checkpoint = saved(tmp_path / "c", {f"model/{name}": tensor for name, tensor in EVERY_TYPE.items()})
+    to_torch(checkpoint, tmp_path / "m.pt")
+    to_safetensors(checkpoint, tmp_path / "m.safetensors")
+    assert zipfile.ZipFile(tmp_path / "m.pt").testzip() is None
+    for found in (
+        torch.load(tmp_path / "m.pt", weights_only=True),
+        torch.load(tmp_path / "m.pt", weights_only=True, mmap=True),
+        load_file(tmp_path / "m.safetensors"),
+    ):
+        assert found.keys() == EVERY_TYPE.keys()
+        for name, tensor in EVERY_TYPE.items():
+            assert found[name].dtype == tensor.dtype
+            assert bytes_of(found[name]) == bytes_of(tensor), name
+
+
+def test_a_large_tensor_is_exported_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(export, "PART", 100)
+    tensors = {"model/w": numbers(50, 7), "model/wide": numbers(2, 60), "model/n": torch.tensor(1.5)}
+    to_safetensors(saved(tmp_path / "c", tensors), tmp_path / "m.safetensors")
+    found = load_file(tmp_path / "m.safetensors")
+    assert all(torch.equal(found[name.removeprefix("model/")], tensor) for name, tensor in tensors.items())
+
+
+def test_large_models_are_cut_into_files_with_an_index(tmp_path: Path):
+    tensors = {f"model/layer.{n}.weight": numbers(10, 10, seed=n) for n in range(5)}
+    to_hf(saved(tmp_path / "c", tensors), tmp_path / "hf", {"model_type": "x"}, most=900)
+    names = sorted(path.name for path in (tmp_path / "hf").iterdir())
+    files = [f"model-0000{n}-of-00003.safetensors" for n in (1, 2, 3)]
+    assert names == ["config.json", *files, "model.safetensors.index.json"]
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == {"total_size": 2000}
+    for name, file in index["weight_map"].items():
+        with safe_open(tmp_path / "hf" / file, framework="pt") as opened:
+            assert torch.equal(opened.get_tensor(name), tensors[f"model/{name}"])
+
+
+def test_the_llama_recipe_comes_out_as_hugging_face_s(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    run = run_of(tmp_path, "llama", preset="tiny", dropout=0.0)
+    torch.manual_seed(1)
+    model = Llama(Shape(2048, 96, layers=8, heads=8, kv_heads=4, ffn=192, context=128)).eval()
+    saved(run.checkpoints, {f"model/{name}": each for name, each in model.state_dict().items()}, 2)
+    export_command(run.path, Form.HF, tmp_path / "out", None, False, False, False)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    assert {name for name, _ in theirs.named_parameters()} == hf_parameters(model).keys()
+    tokens = torch.arange(20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, model(tokens), rtol=1e-4, atol=1e-4)
+
+
+def test_a_transformers_model_comes_out_with_its_config(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "theirs.py").write_text(
+        "import torch, transformers\n"
+        "from meshrun import Experiment, cross_entropy\n"
+        "CONFIG = dict(vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,\n"
+        "              num_attention_heads=2, num_key_value_heads=2, tie_word_embeddings=True)\n"
+        "def model():\n"
+        "    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**CONFIG))\n"
+        "def experiment():\n"
+        "    return Experiment(model=model, train=[0], loss=cross_entropy, optimizer=torch.optim.SGD, batch=1,\n"
+        "                      steps=1)\n"
+    )
+    scope: dict[str, object] = {}
+    exec((tmp_path / "theirs.py").read_text(), scope)
+    model = scope["model"]().eval()  # type: ignore[operator]
+    run = run_of(tmp_path, f"{tmp_path / 'theirs.py'}:experiment")
+    saved(run.checkpoints, {f"model/{name}": each.detach() for name, each in model.named_parameters()}, 2)
+    export_command(run.path, Form.HF, tmp_path / "out", None, False, False, False)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    tokens = torch.arange(9)[None]
+    with torch.no_grad():
+        assert torch.equal(theirs(tokens).logits, model(tokens).logits)
+
+
+def test_the_checkpoint_is_chosen_by_step_or_score(tied: RunDirectory, tmp_path: Path):
+    def exported(name: str, path: Path = tied.path, **choice: object) -> torch.Tensor:
+        arguments = {"out": tmp_path / name, "step": None, "best": False, "as_json": False, "debug": False, **choice}
+        export_command(path, Form.SAFETENSORS, **arguments)  # type: ignore[arg-type]
+        return load_file(tmp_path / name)["embed.weight"] - numbers(5, 3)
+
+    for found, step in (
+        (exported("last"), 7),
+        (exported("first", step=3), 3),
+        (exported("best", best=True), 3),
+        (exported("named", tied.checkpoints / "step-00000003"), 3),
+    ):
+        torch.testing.assert_close(found, torch.full((5, 3), float(step)))
+    with pytest.raises(UserError, match="no checkpoint of step 4; it has steps 3, 7"):
+        exported("none", step=4)
+    with pytest.raises(UserError, match="--best and --step 3 name two checkpoints"):
+        exported("two", step=3, best=True)
+    with pytest.raises(UserError, match="is there already; remove it"):
+        exported("last")
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        exported("x", tmp_path / "nowhere")
+    with pytest.raises(UserError, match="has no checkpoint; it has none"):
+        exported("x", run_of(tmp_path, "digits").path)
+
+
+def test_a_program_that_is_gone_costs_only_what_it_knew(tied: RunDirectory, tmp_path: Path, capsys):
+    (tmp_path / "net.py").unlink()
+    export_command(tied.path, Form.TORCH, None, None, False, True, False)
+    assert "cannot be built here" in json.loads(capsys.readouterr().out)["note"]
+    assert "head.weight" not in torch.load(tied.path / "export" / "step-00000007.pt", weights_only=True)
+
+
+def test_a_checkpoint_without_a_model_is_refused(tmp_path: Path):
+    checkpoint = saved(tmp_path / "c", {"optimizer/w/exp_avg": numbers(2)})
+    with pytest.raises(BadCheckpoint, match="holds no model"):
+        to_safetensors(checkpoint, tmp_path / "m.safetensors")
+    assert not (tmp_path / "m.safetensors").exists()
+
+
+MEASURE = """
+import resource, sys
+from pathlib import Path
+from meshrun.state.checkpoint import Checkpoint
+from meshrun.state import export
+checkpoint = Checkpoint.open(Path(sys.argv[1]))
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+getattr(export, sys.argv[2])(checkpoint, Path(sys.argv[3]))
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+"""
+
+
+@pytest.mark.parametrize("to", ["to_safetensors", "to_hf", "to_torch"])
+def test_export_needs_less_memory_than_the_largest_tensor(tmp_path: Path, to: str):
+    largest = 160 << 20
+    tensors = {"model/large": torch.zeros(1024, largest // 4096)} | {
+        f"model/{n}": torch.zeros(4 << 20) for n in range(6)
+    }
+    folder = saved(tmp_path / "c", tensors).path
+    command = [sys.executable, "-c", MEASURE, str(folder), to, str(tmp_path / "out")]
+    ended = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    assert int(ended.stdout) < largest
+
+
+def test_inspect_lists_and_verifies(tied: RunDirectory, capsys):
+    assert inspect_command(tied.path, None, True, False) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], told["problems"], told["step"], told["layout"], told["world"]) == (True, [], 7, "dp=1", 1)
+    assert told["tensors"][0] == {"name": "model/embed.weight", "dtype": "float32", "shape": [5, 3], "bytes": 60}
+    assert told["state"]["best"] == {"step": 3, "loss": 0.5}
+    assert inspect_command(tied.checkpoints / "step-00000003", None, False, False) == 0
+    shown = capsys.readouterr().out
+    assert "model/embed.weight" in shown and "5 x 3" in shown
+    assert "step 3, saved on dp=1 by 1 rank" in shown
+    assert "every byte is as it was written" in shown
+
+
+def test_inspect_finds_damage(tied: RunDirectory, capsys):
+    path = tied.checkpoints / "step-00000007" / "rank-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 4
+    path.write_bytes(content)
+    assert inspect_command(tied.path, None, True, False) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert not told["ok"]
+    assert "rank-00000.safetensors has a wrong checksum" in told["problems"][0]
+    path.unlink()
+    assert inspect_command(tied.path, None, False, False) == 1
+    assert "rank-00000.safetensors cannot be read: No such file" in capsys.readouterr().err
+    (path.parent / "manifest.json").write_text("{}")
+    assert inspect_command(tied.path, None, True, False) == 1
+    assert "is no manifest of meshrun" in json.loads(capsys.readouterr().out)["problems"][0]
+    with pytest.raises(BadCheckpoint):
+        Checkpoint.open(path.parent)
+
+
+def test_the_llama_logits_do_depend_on_the_weights():
+    """Else the comparison with Hugging Face's would hold for any export."""
+    shape = Shape(64, 32, layers=1, heads=4, kv_heads=2, ffn=48, context=16)
+    first, second = Llama(shape).eval(), Llama(shape).eval()
+    with torch.no_grad():
+        assert functional.mse_loss(first(torch.arange(9)[None]), second(torch.arange(9)[None])) > 1e-6
