@@ -56,7 +56,7 @@ from meshrun.observe.pulse import Pulse
 from meshrun.observe.story import Follow, Story
 from meshrun.recipes.digits import Digits, Net
 from meshrun.train.interval import parse as parse_interval
-from meshrun.train.keeper import Keeping
+from meshrun.train.recovery import Keeping
 from meshrun.world.cores import granted, share, topology
 
 RANKS, WIDTH, WARM_UP = 2, 128, 3

@@ -163,7 +163,7 @@ class Replicated:
 
     def habits(self) -> dict[str, Any]:
         """How gradients are reduced. DDP lays them out anew after its first step, and the order of sums with them."""
-        return {} if self._all_used is None else {"all_used": self._all_used, "settled": self._steps_through_ddp > 1}
+        return {} if self._all_used is None else {"all_used": self._all_used, "settled": self._steps_through_ddp > 0}
 
     def take_up(self, habits: Mapping[str, Any]) -> bool:
         if "all_used" not in habits or self._ddp is not None:
@@ -181,7 +181,6 @@ class Replicated:
     def _begin_step(self, every_rank_has_samples: bool) -> None:
         """Decide how the gradients of this step are reduced; all ranks decide the same."""
         self._by_hand = self.here.mesh is not None and (self._ddp is None or not every_rank_has_samples)
-        self._steps_through_ddp += self._ddp is not None and not self._by_hand
 
     def _forward(self, inputs: Any) -> Any:
         """Call the model as its inputs ask for: a tuple is spread, a dict is passed by name."""
@@ -218,6 +217,7 @@ class Replicated:
                 self._make_ddp(used_by_all)
         else:
             self._refuse_missing()
+            self._steps_through_ddp += self._ddp is not None
             if self._cargo is not None:
                 return self._cargo.unload()
         if self._summing is not None:

@@ -27,14 +27,26 @@ def number(path: Path) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2] or 0)) if match else None
 
 
+def named(folder: Path) -> list[Path]:
+    """All that is called a checkpoint, oldest first; an OSError for a folder that is there and cannot be read."""
+    try:
+        found = [(each, path) for path in folder.iterdir() if (each := number(path)) is not None]
+    except FileNotFoundError:
+        return []
+    return [path for _, path in sorted(found)]
+
+
 def complete(folder: Path) -> list[Path]:
     """Checkpoints whose manifest can be read, oldest first."""
-    return [path for path in _named(folder) if _opens(path)]
+    try:
+        return [path for path in named(folder) if _opens(path)]
+    except OSError:
+        return []
 
 
 def newest(folder: Path) -> Path | None:
     """The last complete checkpoint."""
-    return next((path for path in reversed(_named(folder)) if _opens(path)), None)
+    return next(reversed(complete(folder)), None)
 
 
 def find(path: Path, step: int | None = None) -> Path:
@@ -44,9 +56,13 @@ def find(path: Path, step: int | None = None) -> Path:
     if not path.is_dir():
         raise UserError(f"{path} does not exist; give a run directory or a checkpoint in one")
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found = [each for each in _named(folder) if step is None or (number(each) or (None,))[0] == step]
+    try:
+        there = named(folder)
+    except OSError as error:
+        raise UserError(f"cannot read {folder}: {error.strerror}") from None
+    found = [each for each in there if step is None or (number(each) or (None,))[0] == step]
     if not found:
-        steps = ", ".join(str(each[0]) for each in map(number, _named(folder)) if each)
+        steps = ", ".join(str(each[0]) for each in map(number, there) if each)
         of = f" of step {step}" if step is not None else ""
         raise UserError(
             f"{path} has no checkpoint{of}; " + (f"it has steps {steps} (--step)" if steps else "it has none")
@@ -100,14 +116,6 @@ def free_name(folder: Path, step: int) -> Path:
         copy += 1
         path = folder / f"step-{step:08d}.{copy}"
     return path
-
-
-def _named(folder: Path) -> list[Path]:
-    try:
-        found = [(each, path) for path in folder.iterdir() if (each := number(path)) is not None]
-    except OSError:
-        return []
-    return [path for _, path in sorted(found)]
 
 
 def _opens(path: Path) -> bool:

@@ -156,17 +156,6 @@ class Checkpoint:
         _each_part(Box(tuple(start), tuple(size)), self.tensors[name].pieces, lambda piece, _: found.add(piece.file))
         return found
 
-    def differences(self, regions: Iterable[Region]) -> list[str]:
-        """What of a run's tensors is not in it, or not in this shape."""
-        found = []
-        for region in regions:
-            info = self.tensors.get(region.name)
-            if info is None and 0 not in region.shape:
-                found.append(f"{region.name} {list(region.shape)} is not in the checkpoint")
-            elif info is not None and info.shape != tuple(region.shape):
-                found.append(f"{region.name} is {list(info.shape)} in the checkpoint and {list(region.shape)} here")
-        return found
-
     def verify(self, progress: Callable[[int], None] = lambda _: None) -> list[str]:
         """Every problem of every file; `progress` hears how many bytes were done."""
         found = []
@@ -179,16 +168,6 @@ class Checkpoint:
                 continue
             found += reader.problems(progress)
             reader.close()
-        return found
-
-    def missing_files(self) -> list[str]:
-        """Files that are not there, or not of their size: what can be told without reading them."""
-        found = []
-        for name, file in self.manifest.files.items():
-            try:
-                Reader(self._folders[name] / name, file.bytes, file.blocks).close()
-            except Damaged as damage:
-                found.append(str(damage))
         return found
 
     def close(self) -> None:

@@ -53,7 +53,8 @@ def moments(offers: Sequence[Offer], here: Here) -> Iterator[list[Index]]:
             found[_key(index)] = (offer.leader == own or (before is not None and before[0]), index)
     for step in sorted({index.step for _, index in found.values()}, reverse=True):
         group = fitting([index for _, index in found.values() if index.step == step])
-        yield sorted(group, key=lambda index: (not found[_key(index)][0], index.rank, index.name))
+        # The largest first, whose state is taken for that of all: small ones may have been written a moment earlier.
+        yield sorted(group, key=lambda index: (not found[_key(index)][0], -index.file.bytes, index.name))
 
 
 def bring(here: Here, memory: Path, offers: Sequence[Offer], indices: Sequence[Index], wanted: list[set[str]]) -> None:
@@ -100,12 +101,20 @@ def _receive(path: Path, index: Index, source: int) -> None:
                 mark(path, index)
 
 
+def missing(memory: Path, indices: Sequence[Index]) -> str:
+    """What of these files is not here, as a sentence; nothing if all are."""
+    there = {_key(file.index) for file in memory_files(memory)}
+    lacking = [index.name for index in indices if _key(index) not in there]
+    return f"{lacking[0]} of step {indices[0].step} could not be brought to {memory}" if lacking else ""
+
+
 def _leader(here: Here) -> int:
     return here.rank - here.world.local_rank
 
 
 def _key(index: Index) -> tuple[object, ...]:
-    return index.name, index.step, index.world, index.layout, index.file.bytes
+    moment = str(index.state.get("skipped")), index.state.get("evaluated")
+    return index.name, index.step, index.world, index.layout, index.file.bytes, *moment
 
 
 def _same(one: Index, other: Index) -> bool:

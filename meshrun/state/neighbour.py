@@ -26,7 +26,8 @@ from meshrun.state.memory import forget, mark
 _HEAD = struct.Struct("<32sQ")
 """The word that only ranks of this run know, and the length of the index that follows."""
 _CHUNK = 4 << 20
-_PATIENCE = 60.0
+_PATIENCE, _FIRST_WORD = 60.0, 5.0
+_ARRIVED = b"!"
 
 
 class Neighbour:
@@ -35,7 +36,8 @@ class Neighbour:
     def __init__(self, here: Here, memory: Path) -> None:
         self.here, self.memory = here, memory
         self._sending: threading.Thread | None = None
-        self._failed = False
+        self.notes: list[str] = []
+        self._told = False
         listener = socket.create_server((here.address, 0))
         word = here.from_rank_0(secrets.token_bytes(32))
         seats = here.gathered((here.world.node, here.world.local_rank, *listener.getsockname()[:2]))
@@ -53,7 +55,7 @@ class Neighbour:
 
     def send(self, index: Index) -> None:
         """Begin to send the image that an index describes; the image must not change until that is done."""
-        if self._to is not None and not self._failed:
+        if self._to is not None:
             self._sending = threading.Thread(target=self._send, args=(index,), name="spare", daemon=True)
             self._sending.start()
 
@@ -66,28 +68,37 @@ class Neighbour:
                 connection.sendall(_HEAD.pack(self._word, len(named)) + named)
                 connection.sendfile(image, 0, index.file.bytes)
                 connection.shutdown(socket.SHUT_WR)
-                connection.recv(1)
+                arrived = connection.recv(1) == _ARRIVED
         except OSError:
-            # A neighbour that is gone is seen by the training itself; without one, this run has one copy less.
-            self._failed = True
+            arrived = False
+        if not arrived and not self._told:
+            # That a neighbour is gone the training sees by itself; for any other reason the next copy is tried again.
+            self._told = True
+            self.notes.append(
+                f"rank {self.here.rank} could not leave a copy of its state on the next node, at {self._to[0]}"
+            )
 
     def _listen(self, listener: socket.socket) -> None:
         while True:
-            connection, _ = listener.accept()
-            with connection, contextlib.suppress(OSError, Unfit, ValueError):
-                connection.settimeout(_PATIENCE)
-                self._keep(connection)
-                connection.send(b"!")
+            with contextlib.suppress(OSError):
+                connection, _ = listener.accept()
+                # Of its own, so that somebody who connects and says nothing keeps nobody waiting.
+                threading.Thread(target=self._hear, args=(connection,), name="neighbour", daemon=True).start()
 
-    def _keep(self, connection: socket.socket) -> None:
-        word, length = _HEAD.unpack(_read(connection, _HEAD.size))
-        if not hmac.compare_digest(word, self._word) or length > MOST_BYTES:
-            return
+    def _hear(self, connection: socket.socket) -> None:
+        with connection, contextlib.suppress(OSError, Unfit, ValueError):
+            connection.settimeout(_FIRST_WORD)
+            word, length = _HEAD.unpack(_read(connection, _HEAD.size))
+            if hmac.compare_digest(word, self._word) and length <= MOST_BYTES:
+                connection.settimeout(_PATIENCE)
+                self._keep(connection, length)
+
+    def _keep(self, connection: socket.socket, length: int) -> None:
         index = Index.decode(_read(connection, length))
         if not index.name.startswith("spare-"):
             return
         path = self.memory / index.name
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside = path.with_name(f".{path.name}")
         try:
             with beside.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, index.file.bytes)
@@ -101,6 +112,7 @@ class Neighbour:
             forget(path)
             beside.replace(path)
             mark(path, index)
+            connection.send(_ARRIVED)
         finally:
             beside.unlink(missing_ok=True)
 

@@ -14,12 +14,13 @@ has a name is complete. A disk that is full, or gone, is an error in what `finis
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import shutil
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -56,23 +57,29 @@ class Saved:
 class Saver:
     """One rank's part in saving. All ranks make one at the same time, and save the same steps."""
 
-    def __init__(self, folder: Path, here: Here, memory: Path | None, keep: int, timeout: float = 600.0) -> None:
+    def __init__(
+        self, folder: Path, here: Here, memory: Path | None, keep: int, timeout: float = 600.0, images: int = 1
+    ) -> None:
+        """With two images, the snapshot before the last one stays: others may still be on the way to theirs."""
         self.folder, self.here, self.memory, self.keep, self.timeout = folder, here, memory, keep, timeout
+        if here.rank == 0:
+            # Before others know the token: with it they may begin to write at once.
+            for left_over in folder.glob(f"{catalog.PARTIAL}*"):
+                shutil.rmtree(left_over, ignore_errors=True)
         self.token = str(here.from_rank_0(secrets.token_hex(4)))
-        name = f"rank-{here.rank:05d}.safetensors"
-        self._staging = Staging(memory / name if memory else None, here.device.type == "cuda")
+        names = [f"{stem}-{here.rank:05d}.safetensors" for stem in ("rank", "other")[:images]]
+        self._stagings = deque(Staging(memory / name if memory else None, here.device.type == "cuda") for name in names)
+        self.notes: list[str] = []
+        """What the user should know of how it saves."""
         self._index: Index | None = None
         self._thread: threading.Thread | None = None
         self._saved: list[Saved] = []
         self._begun: Counter[int] = Counter()
-        if here.rank == 0:
-            for left_over in folder.glob(f"{catalog.PARTIAL}*"):
-                shutil.rmtree(left_over, ignore_errors=True)
 
     @property
-    def notes(self) -> list[str]:
-        """What the user should know of how it saves."""
-        return self._staging.notes
+    def _staging(self) -> Staging:
+        """Where the last snapshot is."""
+        return self._stagings[0]
 
     @property
     def busy(self) -> bool:
@@ -87,7 +94,8 @@ class Saver:
     def prepare(self, regions: Sequence[Region]) -> None:
         """Have the memory for a snapshot ready, so that the first one is as short as all others."""
         self._refuse_while_busy()
-        self._staging.room(laid_out(take(regions), ABOUT)[0].bytes)
+        for staging in self._stagings:
+            staging.room(laid_out(take(regions), ABOUT)[0].bytes)
 
     def snapshot(self, regions: Sequence[Region], step: int, state: dict[str, Any]) -> float:
         """Copy what this rank is to write into host memory; returns how long that took."""
@@ -95,7 +103,10 @@ class Saver:
         began = time.perf_counter()
         mine = take(regions)
         laid, entries = laid_out(mine, ABOUT)
+        self._stagings.rotate()
         room = self._staging.room(laid.bytes)
+        self.notes += self._staging.notes
+        self._staging.notes.clear()
         self._index = None
         room[: len(laid.header)] = torch.frombuffer(bytearray(laid.header), dtype=torch.uint8)
         for region, entry in zip(mine, entries, strict=True):
@@ -104,7 +115,8 @@ class Saver:
             room[entry.offset : end].view(tensor.dtype).view(tensor.shape).copy_(tensor, non_blocking=True)
         if self.here.device.type == "cuda":
             torch.cuda.synchronize(self.here.device)
-        self._index = self._described(f"rank-{self.here.rank:05d}", step, state, laid.bytes, entries)
+        stem = self._staging.path.stem if self._staging.path is not None else f"rank-{self.here.rank:05d}"
+        self._index = self._described(stem, step, state, laid.bytes, entries)
         self._mark(self._index)
         return time.perf_counter() - began
 
@@ -131,7 +143,8 @@ class Saver:
         """Wait, and give the memory back; the spare copy stays in its file."""
         self.wait()
         self._index = None
-        self._staging.release()
+        for staging in self._stagings:
+            staging.release()
 
     def put(self, stem: str, regions: Sequence[Region], step: int, state: dict[str, Any]) -> bool:
         """Leave all of these regions in the node's memory for the processes that come next; False if it cannot be.
@@ -182,7 +195,7 @@ class Saver:
         first = world.rank - world.local_rank
         for path in self.memory.glob("*-*.safetensors"):
             rank = int(text) if (text := path.stem.rpartition("-")[2]).isdigit() else -1
-            if path.name.startswith("spare-"):
+            if path.name.startswith("spare-") and rank < world.size:
                 continue  # a neighbour's, which replaces it when it has a newer one
             stale = path.name.startswith("words-") and rank == world.rank
             if stale or (world.local_rank == 0 and not first <= rank < first + world.local_size):
@@ -210,6 +223,7 @@ class Saver:
 
     def _written(self, index: Index, partial: Path) -> Index | str:
         """This rank's file on disk; if not, why."""
+        index = replace(index, name=f"rank-{index.rank:05d}.safetensors")
         path = partial / index.name
         try:
             partial.mkdir(parents=True, exist_ok=True)
@@ -285,6 +299,9 @@ class Saver:
 
     def _commit(self, partial: Path, manifest: Manifest) -> Path:
         manifest.check_extent()
+        for name, wanted in manifest.files.items():
+            if (partial / name).stat().st_size != wanted.bytes:
+                raise OSError(errno.EIO, f"{name} is not as it was written")
         with (partial / MANIFEST).open("wb") as file:
             file.write(manifest.encode())
             file.flush()

@@ -17,33 +17,16 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from meshrun.errors import RunFailed, SharedError
-from meshrun.state import catalog, exchange
-from meshrun.state.checkpoint import BadCheckpoint, Checkpoint
-from meshrun.state.manifest import Index
 from meshrun.state.neighbour import Neighbour
 from meshrun.state.saver import Saver
-from meshrun.train.interval import Every, failures_apart
-from meshrun.train.state import (
-    Drawn,
-    Moment,
-    check,
-    moment,
-    passing,
-    refuse_other,
-    regions,
-    restore,
-    restore_model,
-    values,
-    wanted,
-    weights,
-)
+from meshrun.train.interval import failures_apart
+from meshrun.train.recovery import Keeping, Recovery
+from meshrun.train.state import Drawn, Moment, moment, passing, regions, values, weights
 
 if TYPE_CHECKING:
     from meshrun.train.loop import Trainer
@@ -56,57 +39,44 @@ HEARD_WITHIN = 1.0
 """Seconds that a rank which has lost others waits for the launcher to say which ones."""
 
 
-@dataclass(frozen=True)
-class Keeping:
-    """Where state goes and how often."""
-
-    folder: Path
-    memory: Path | None = None
-    """In this node's memory: what is in there survives this process."""
-    every: Every = field(default_factory=Every)
-    keep: int = 2
-    mtbf: float = 50_000.0
-    """Hours between two failures of a rank."""
-    generation: int = 0
-    """How often the ranks of this run were started anew."""
-    timeout: float = 600.0
-
-
 class Keeper:
     """The state of one trainer."""
 
     def __init__(self, trainer: Trainer, keeping: Keeping) -> None:
-        self.trainer, self.keeping = trainer, keeping
+        self.trainer, self.keeping, self.recovery = trainer, keeping, Recovery(trainer, keeping)
         here = trainer.here
-        self.saver = Saver(keeping.folder, here, keeping.memory, keeping.keep, timeout=keeping.timeout)
         nodes: list[int] = here.gathered(here.world.node)
-        self._several = len(set(nodes)) > 1
+        several = len(set(nodes)) > 1
         alone = any(
-            len(each.holders) == 1 or (self._several and len({nodes[rank] for rank in each.holders}) == 1)
+            len(each.holders) == 1 or (several and len({nodes[rank] for rank in each.holders}) == 1)
             for each in weights(trainer)
         )
-        self._has_single = here.size > 1 and keeping.memory is not None and any(here.gathered(alone))
-        """Whether a rank, or a node, holds what no other one does: then memory gets copies of it now and then."""
-        self._neighbour = (
-            Neighbour(here, keeping.memory)
-            if self._several and self._has_single and keeping.memory is not None
-            else None
+        self._hears = here.mesh is None or dist.get_backend() == "gloo"
+        """Whether a rank hears of it when others are gone. NCCL's kernels wait for them, and a GPU for its kernels."""
+        alone = alone or not self._hears
+        self._copies = here.size > 1 and keeping.memory is not None and any(here.gathered(alone))
+        """Whether a rank, or a node, holds what no other one could leave: then memory gets copies of it."""
+        self._neighbour = Neighbour(here, keeping.memory) if several and self._copies and keeping.memory else None
+        self.saver = Saver(
+            keeping.folder, here, keeping.memory, keeping.keep, keeping.timeout, images=2 if self._neighbour else 1
         )
         self._first, self._drew = Drawn.now(here.device), False
         """Where generators stood, and whether the program had drawn from them before."""
         self._moment = moment(trainer)
-        self._torn = False
+        self._torn = self._prepared = False
         self._cost: float | None = None
         self._stall = 0.0
         self._saved: int | None = None
-        self._began = self._saved_at = time.monotonic()
-        self._look, self._looked = 0, (0, self._began)
-        self._spare_at, self._copied, self._copy_cost = 0, (0, self._began), 0.0
+        self._saved_at = time.monotonic()
+        self._look, self._looked = 0, (0, self._saved_at)
+        self._spare_at, self._copied, self._copy_cost = 0, (0, self._saved_at), 0.0
 
     def resume(self) -> dict[str, Any] | None:
         """Go on from the newest state that is whole; returns where that was, or None for a run that begins."""
         began = time.monotonic()
-        source = self._from_memory() or self._from_disk()
+        source = self.recovery.find()
+        if source is not None:
+            self._first, self._drew = Drawn.now(self.trainer.here.device), self.trainer.drew
         now = self.trainer.step
         self._saved = now if source == "a checkpoint" else None
         self._look = self._spare_at = now + 3
@@ -117,93 +87,11 @@ class Keeper:
         self.trainer.totals.ids.begin_at(self.trainer.order, now)
         return {"step": now, "source": source, "seconds": round(time.monotonic() - began, 3)}
 
-    def _from_memory(self) -> str | None:
-        here, memory = self.trainer.here, self.keeping.memory
-        if memory is None or self.keeping.generation == 0:
-            return None
-        offers = exchange.gather(here, memory)
-        for indices in exchange.moments(offers, here):
-            files = self._files_for(memory, indices)
-            needed = here.gathered(files)
-            if any(each is None for each in needed):
-                continue
-            exchange.bring(here, memory, offers, indices, needed)
-            if self._restored_from(memory, indices[0].step) is None:
-                return "memory"
-        return None
-
-    def _files_for(self, memory: Path, indices: list[Index]) -> set[str] | None:
-        """The files that have this rank's state; None if some of it is in none."""
-        try:
-            candidate = Checkpoint.of_indices(memory, indices)
-            check(candidate)
-        except BadCheckpoint:
-            return None
-        boxes = [box for box in wanted(self.trainer, candidate) if math.prod(box[2])]
-        if not all(candidate.covers(*box) for box in boxes):
-            return None
-        return set().union(*(candidate.files_for(*box) for box in boxes))
-
-    def _restored_from(self, memory: Path, step: int) -> str | None:
-        candidate, wrong = None, ""
-        try:
-            candidate = Checkpoint.from_memory([memory], step)
-        except BadCheckpoint as error:
-            wrong = str(error)
-        if wrong := self._first_of(wrong):
-            return wrong
-        assert candidate is not None
-        return self._restored(candidate)
-
-    def _from_disk(self) -> str | None:
-        here, folder = self.trainer.here, self.keeping.folder
-        paths: list[Path] = here.from_rank_0(catalog.complete(folder) if here.rank == 0 else None)
-        failures: list[str] = []
-        for path in reversed(paths):
-            failure = self._load(path)
-            if failure is None:
-                return "a checkpoint"
-            failures.append(failure)
-            self.trainer.tell("note", text=f"{failure}; the one before it is tried")
-            if here.rank == 0:
-                catalog.set_aside(path)
-        if failures:
-            raise SharedError(f"no checkpoint in {folder} can be used: {failures[0]}; begin a new run")
-        return None
-
-    def _load(self, path: Path) -> str | None:
-        """Load a checkpoint on all ranks; what is wrong with it, if anything is."""
-        checkpoint: Checkpoint | None = None
-        wrong = ""
-        try:
-            checkpoint = Checkpoint.open(path)
-            check(checkpoint)
-        except BadCheckpoint as error:
-            wrong = str(error)
-        if wrong := self._first_of(wrong):
-            return wrong
-        assert checkpoint is not None
-        refuse_other(self.trainer, checkpoint)
-        return self._restored(checkpoint)
-
-    def _restored(self, checkpoint: Checkpoint) -> str | None:
-        wrong = ""
-        try:
-            restore(self.trainer, checkpoint)
-        except BadCheckpoint as error:
-            wrong = str(error)
-        checkpoint.close()
-        self._first, self._drew = Drawn.now(self.trainer.here.device), bool(checkpoint.state["draws"])
-        return self._first_of(wrong) or None
-
-    def _first_of(self, wrong: str) -> str:
-        """What the first rank with something to say says."""
-        return next((each for each in self.trainer.here.gathered(wrong) if each), "")
-
     def remember(self) -> None:
         """Note what the next step will change beside the weights, so that a step cut off leaves no trace."""
         self._moment = now = moment(self.trainer)
-        if self.keeping.memory is None or self.trainer.here.size == 1:
+        self._torn = False
+        if self.keeping.memory is None or self.trainer.here.size == 1 or not self._hears:
             return
         if now.buffers or self._has_drawn(now):
             # Lost with this rank otherwise, and no other has them. Of two steps: ranks may be one apart.
@@ -211,18 +99,20 @@ class Keeper:
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """While weights are changed they are of no step; an error in between leaves them so."""
+        """While weights are changed they are of no step, and until `remember` has noted of which one they are then."""
         self._torn = True
         yield
-        self._torn = False
 
     def after_step(self) -> None:
         """Save if it is time; the step's evaluation, if it had one, is done."""
         self._report()
         step = self.trainer.step
+        if not self._prepared and not self.keeping.every.never:
+            self.saver.prepare(regions(self.trainer, self._moment))
+            self._prepared = True
         if self._due(step):
             self._save()
-        elif self._has_single and step >= self._spare_at:
+        elif self._copies and step >= self._spare_at:
             self._copy_to_memory()
 
     def _due(self, step: int) -> bool:
@@ -239,10 +129,12 @@ class Keeper:
         here, now = self.trainer.here, time.monotonic()
         before, then = self._looked
         pace = (now - then) / max(1, step - before)
-        words = here.gathered((now - self._saved_at, pace, self._cost, self._busy))
+        # All that differs between ranks is compared: one that decided by its own clock would go its own way.
+        words = here.gathered((now - self._saved_at, pace, self._cost, self._busy, self.trainer.totals.seconds))
         elapsed, pace = max(each[0] for each in words), max(max(each[1] for each in words), 1e-4)
         costs = [each[2] for each in words if each[2] is not None]
-        apart = failures_apart(self.keeping.mtbf, here.size, self.keeping.generation, now - self._began)
+        trained = max(each[4] for each in words)
+        apart = failures_apart(self.keeping.mtbf, here.size, self.keeping.generation, trained)
         left = self.keeping.every.seconds(max(costs) if costs else None, apart) - elapsed
         self._looked = step, now
         if left < pace / 2 and not any(each[3] for each in words):
@@ -273,13 +165,14 @@ class Keeper:
         own = self._busy, self._copy_cost, (began - then) / max(1, trainer.step - step)
         busy, cost, pace = (max(each) for each in zip(*trainer.here.gathered(own), strict=True))
         if not busy:
+            trainer.at("saving")
             trainer.settle()
             self._moment = moment(trainer)
             self.saver.snapshot(regions(trainer, self._moment), trainer.step, self._values())
             if self._neighbour is not None and self.saver.index is not None:
                 self._neighbour.send(self.saver.index)
+            self._copy_cost = time.monotonic() - began
         self._copied = trainer.step, time.monotonic()
-        self._copy_cost = self._copied[1] - began
         self._spare_at = trainer.step + max(1, math.ceil(cost / (SPARE_SHARE * max(pace, 1e-4))))
 
     @property
@@ -303,36 +196,23 @@ class Keeper:
                 bytes=saved.bytes,
                 error=saved.error,
             )
+        for each in (self.saver.notes, self._neighbour.notes if self._neighbour is not None else []):
+            while each:
+                self.trainer.tell("note", text=each.pop(0))
 
     def go_back(self, before: int) -> int:
         """Load the newest checkpoint of a step up to `before` into the running training; returns its step."""
+        self.trainer.at("saving")
         self.saver.wait()
-        here = self.trainer.here
-        paths: list[Path] = here.from_rank_0(catalog.complete(self.keeping.folder) if here.rank == 0 else None)
-        for path in reversed(paths):
-            wrong, checkpoint = "", None
-            try:
-                checkpoint = Checkpoint.open(path)
-            except BadCheckpoint as error:
-                wrong = str(error)
-            if self._first_of(wrong) or checkpoint is None or checkpoint.step > before:
-                continue
-            with self.updating():
-                try:
-                    restore_model(self.trainer, checkpoint)
-                except BadCheckpoint as error:
-                    wrong = str(error)
-                wrong = self._first_of(wrong)
-            if not wrong:
-                return checkpoint.step
-        raise RunFailed(f"there is no checkpoint of step {before} or before to go back to (--checkpoint)")
+        with self.updating():
+            return self.recovery.go_back(before)
 
     def leave(self, graceful: bool) -> None:
         """This training ends here, since others are lost or someone wants it to: leave its state to who goes on.
 
-        NCCL's kernels wait for ranks that are gone, and a GPU for these kernels; `graceful` says that nobody is.
+        `graceful` says that nobody is gone yet.
         """
-        if self._torn or not (graceful or dist.get_backend() == "gloo"):
+        if self._torn or not (graceful or self._hears):
             return
         self.trainer.settle()
         memory, here = self.keeping.memory, self.trainer.here

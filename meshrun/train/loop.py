@@ -38,14 +38,18 @@ from meshrun.parallel.build import How, build, demands_of, refuse_how
 from meshrun.state.weights import save_weights
 from meshrun.train.bad_steps import Policy, Verdict
 from meshrun.train.evaluate import Scores, evaluate
-from meshrun.train.keeper import Keeper, Keeping
+from meshrun.train.keeper import Keeper
 from meshrun.train.optim import make, refuse_unless_by_element, set_learning_rate
+from meshrun.train.recovery import Keeping
 from meshrun.train.state import plain
 from meshrun.train.step import Inspect, Stepper
 from meshrun.train.totals import Totals, Update
 from meshrun.world.cores import granted
 
 Record = Callable[..., None]
+
+STOP_WITHIN = 0.5
+"""Seconds from the first rank that is asked to stop to the step after which all do."""
 
 
 class Life(Protocol):
@@ -113,7 +117,10 @@ class Trainer:
         self.evaluated = 0
         """The last step whose scores are known."""
         self.stop = False
-        """Set from outside: stop after the step that is being computed."""
+        """Set from outside: stop soon, between two steps."""
+        self._last_step: int | None = None
+        self.drew = False
+        """Whether the program had drawn random numbers of its own when its state was saved."""
         self.made_groups = [plain(group) for group in self.optimizer.param_groups]
         self._unsettled: deque[Update] = deque()
         self._back = (0, 0)
@@ -153,10 +160,20 @@ class Trainer:
             yield update
             if self.keeper is not None:
                 self.keeper.after_step()
-            if self.stop:
+            if self.stop and self._is_last():
                 raise Stopped(f"rank {self.here.rank} on {self.here.world.host} stopped after step {self.step}")
             mark += time.perf_counter() - paused
         self.settle()
+
+    def _is_last(self) -> bool:
+        """Whether to stop here: the first rank that was asked to says after which step, for all."""
+        if self._last_step is None:
+            # Soon, but not before all others have been asked too.
+            pace = self.totals.seconds / max(1, len(self.totals.losses))
+            wanted = self.step + max(1, math.ceil(STOP_WITHIN / max(pace, 1e-4)))
+            store = self.here.store
+            self._last_step = self.step if store is None else int(store.compare_set("stop", "", str(wanted)))
+        return self.step >= self._last_step
 
     def _next(self, coming: Iterator[StepData]) -> StepData | None:
         self.at("reading", 1)

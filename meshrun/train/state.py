@@ -113,7 +113,7 @@ def regions(trainer: Trainer, now: Moment, writer: Writer = min) -> list[Region]
         found += (each for key, value in kept.items() for each in _of_optimizer(trainer, shard, key, value, writer))
     found += passing(trainer, now)
     if here.rank == writer(tuple(range(here.size))):
-        losses, norms = trainer.totals.losses, trainer.totals.grad_norms
+        losses, norms = (each[: now.step] for each in (trainer.totals.losses, trainer.totals.grad_norms))
         found.append(_alone("totals/losses", torch.tensor(losses, dtype=torch.float64)))
         found.append(_alone("totals/grad_norms", torch.tensor(norms, dtype=torch.float64)))
     return found
@@ -163,8 +163,7 @@ def _of_optimizer(trainer: Trainer, shard: Shard, key: str, value: Any, writer: 
     # The same number on all ranks that hold a part of the parameter: one that holds the first part writes it.
     if first and trainer.here.rank == writer(shard.holders):
         tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
-        suffix = "" if isinstance(value, Tensor) else f"#{kind}"
-        yield _alone(f"optimizer/{shard.name}/{key}{suffix}", tensor)
+        yield _alone(f"optimizer/{shard.name}/{_key(key, value)}", tensor)
 
 
 def values(trainer: Trainer, now: Moment) -> dict[str, Any]:
@@ -181,12 +180,28 @@ def values(trainer: Trainer, now: Moment) -> dict[str, Any]:
         "skipped": totals.skipped,
         "habits": trainer.placed.habits(),
         "optimizer": type(trainer.optimizer).__name__,
+        "kept": _kept_keys(trainer),
         "groups": [
             {"made": made, "now": plain(group)}
             for made, group in zip(trainer.made_groups, trainer.optimizer.param_groups, strict=True)
         ],
         "data": {"batch": experiment.batch, "seed": experiment.seed, "train_samples": len(experiment.train)},
     }
+
+
+def _kept_keys(trainer: Trainer) -> dict[str, list[str]]:
+    """What the optimizer keeps of a parameter, and those that it keeps nothing of."""
+    keys: set[str] = set()
+    without: list[str] = []
+    for shard in trainer.placed.shards:
+        kept = trainer.optimizer.state.get(shard.parameter, {})
+        keys |= {_key(key, value) for key, value in kept.items() if value is not None}
+        without += [] if kept else [shard.name]
+    return {"keys": sorted(keys), "without": without}
+
+
+def _key(key: str, value: Any) -> str:
+    return key if isinstance(value, Tensor) else f"{key}#{type(value).__name__}"
 
 
 _SUMS = ("samples", "timed_samples", "seconds", "data_wait")
@@ -210,13 +225,15 @@ def check(checkpoint: Checkpoint) -> None:
     kinds: dict[str, tuple[type, ...]] = {
         **dict.fromkeys(("step", "evaluated", "world"), (int,)),
         **dict.fromkeys(("layout", "optimizer"), (str,)),
-        **dict.fromkeys(("scores", "totals", "habits", "data"), (dict,)),
+        **dict.fromkeys(("scores", "totals", "habits", "data", "kept"), (dict,)),
         **dict.fromkeys(("skipped", "groups"), (list,)),
         "best": (dict, type(None)),
         "draws": (bool,),
     }
     wrong = [name for name, kind in kinds.items() if not isinstance(checkpoint.state.get(name, ...), kind)]
-    wrong += [name for name in _SUMS if not wrong and not isinstance(checkpoint.state["totals"].get(name), int | float)]
+    totals, kept = (checkpoint.state.get(name) or {} for name in ("totals", "kept"))
+    wrong += [name for name in _SUMS if not wrong and not isinstance(totals.get(name), int | float)]
+    wrong += [name for name in ("keys", "without") if not wrong and not isinstance(kept.get(name), list)]
     if wrong:
         raise BadCheckpoint(f"cannot use checkpoint {checkpoint.path}: its state has no {wrong[0]!r} as a training has")
 
@@ -262,12 +279,12 @@ def wanted(trainer: Trainer, checkpoint: Checkpoint) -> Iterator[tuple[str, tupl
 
     for shard in weights(trainer):
         yield f"model/{shard.name}", shard.start, tuple(shard.parameter.shape)
-    shards = {f"optimizer/{shard.name}": shard for shard in trainer.placed.shards}
-    for name, info in tensors.items():
-        shard_of = shards.get(name.rpartition("/")[0])
-        if shard_of is not None:
-            split = info.shape == shard_of.shape
-            yield (name, shard_of.start, tuple(shard_of.parameter.shape)) if split else all_of(name)
+    kept = checkpoint.state["kept"]
+    for shard in trainer.placed.shards:
+        for key in kept["keys"] if shard.name not in kept["without"] else ():
+            name = f"optimizer/{shard.name}/{key}"
+            split = name in tensors and tensors[name].shape == shard.shape
+            yield (name, shard.start, tuple(shard.parameter.shape)) if split else all_of(name)
     yield from (all_of(name) for name in ("totals/losses", "totals/grad_norms"))
     same = same_mesh(here, checkpoint)
     for name in trainer.placed.own_buffers():
@@ -292,7 +309,7 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
     for name in _SUMS:
         setattr(totals, name, saved["totals"][name])
     totals.scores, totals.best, totals.skipped = saved["scores"], saved["best"] or {}, list(saved["skipped"])
-    trainer.step, trainer.evaluated = saved["step"], saved["evaluated"]
+    trainer.step, trainer.evaluated, trainer.drew = saved["step"], saved["evaluated"], saved["draws"]
     if same:
         drawn = {name.rpartition("/")[2]: name for name in checkpoint.tensors if name.startswith(f"rng/{here.rank}/")}
         if drawn:

@@ -15,8 +15,8 @@ from meshrun import Experiment, Loss, RunFailed, mean_squared_error, mesh
 from meshrun.data.order import Order
 from meshrun.train.bad_steps import ENOUGH, Policy, Verdict
 from meshrun.train.interval import Every
-from meshrun.train.keeper import Keeping
 from meshrun.train.loop import Trainer
+from meshrun.train.recovery import Keeping
 from tests.train.small import start_on_cpu
 
 LENGTH, BATCH, STEPS = 320, 8, 40

@@ -14,8 +14,8 @@ from meshrun import mesh
 from meshrun.mesh import Here
 from meshrun.state.memory import memory_files
 from meshrun.train.interval import Every
-from meshrun.train.keeper import Keeping
 from meshrun.train.loop import Trainer
+from meshrun.train.recovery import Keeping
 from tests.ranks import run_on_ranks
 from tests.train.small import start_on_cpu
 from tests.train.test_resume import assert_equal, llama, noisy, result_of, seeded

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from meshrun import Experiment, Schedule, cross_entropy, mesh
 from meshrun.train.interval import Every
-from meshrun.train.keeper import Keeping
 from meshrun.train.loop import Trainer
+from meshrun.train.recovery import Keeping
 from tests.ranks import run_on_ranks
 from tests.train.small import points, start_on_cpu
 from tests.train.whole import Result, assert_same, program

@@ -19,8 +19,8 @@ from meshrun.mesh import Meeting
 from meshrun.state import catalog
 from meshrun.state.checkpoint import Checkpoint
 from meshrun.train.interval import Every
-from meshrun.train.keeper import Keeping
 from meshrun.train.loop import Trainer
+from meshrun.train.recovery import Keeping
 from tests.train.test_resume import assert_equal, llama, noisy, result_of, seeded
 from tests.train.whole import Result, assert_same
 
