@@ -24,13 +24,28 @@ from rich.table import Table
 
 from meshrun.check.chaos import Chaos, Outcome
 from meshrun.check.faults import KINDS, plan
+from meshrun.check.plans import Need
 from meshrun.cli.command import Asked
+from meshrun.cli.nursery import imports_of, is_installed
+from meshrun.cli.target import Target
 from meshrun.errors import UserError
 from meshrun.world import detect
 
-USUAL = {"procs": 2, "steps": 360, "checkpoint": "5", "hang_after": 2.0}
+USUAL = {"procs": 2, "steps": 240, "checkpoint": "5", "hang_after": 2.0}
 """Options of the runs, where the user does not choose: short runs that save often."""
 FIXED = {"record_ids": True, "restarts": 1000, "keep": 3, "tensorboard": False, "timeout": 60.0}
+
+ARMED = '''"""{target}, on ranks that fail when they are told to."""
+
+from pathlib import Path
+
+{imports}
+from meshrun.check.armed import arm
+from meshrun.cli.target import find
+
+arm(Path(__file__).parent / "control")
+experiment = find({target!r}).function()
+'''
 
 
 def chaos_command(asked: Asked) -> int:
@@ -41,40 +56,61 @@ def chaos_command(asked: Asked) -> int:
     count, seed, keep = asked.beyond["faults"], asked.beyond.get("seed", 1), asked.beyond.get("keep")
     if count < 1:
         raise UserError(f"faults is {count}; it must be at least 1 (--faults)")
-    kinds = asked.beyond.get("kinds")
     document = _document(asked)
-    faults = plan(
-        seed, count, document["procs"], kinds.split(",") if kinds else None, readers=bool(document.get("workers"))
-    )
+    if document["procs"] < 2:
+        raise UserError(f"procs is {document['procs']}; chaos needs ranks that a launcher starts, at least 2 (--procs)")
+    kinds = asked.beyond["kinds"].split(",") if asked.beyond.get("kinds") else None
+    plan(seed, count, document["procs"], kinds)  # refuses what there is not, before anything runs
     folder = _folder(keep)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # runs are ended and disks healed on the way out
-    console = Console(stderr=True)
-    began = time.monotonic()
-    chaos = Chaos(asked.config.target, document, folder, keep is not None)
-    with Progress(
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-        console=console, transient=True, disable=not console.is_terminal,
-    ) as progress:  # fmt: skip
-        task = progress.add_task("the run without faults", total=count)
+    console, began = Console(stderr=True), time.monotonic()
+    chaos = Chaos(asked.config.target, armed_text(asked.target), document, folder, keep is not None)
+    with _Shown(asked.target.label, count, console) as shown:
         chaos.reference()
-
-        def tell(outcome: Outcome) -> None:
-            failed = len(outcome.records) - outcome.survived
-            text = f"{outcome.survived} survived" + (f", {failed} not" if failed else "")
-            progress.update(task, completed=len(outcome.records), description=text)
-            if not console.is_terminal:
-                done = f"{len(outcome.records)} of {count} faults in {outcome.runs} runs"
-                console.print(f"chaos {asked.target.label}: {done}, {text}", highlight=False, soft_wrap=True)
-
-        outcome = chaos.strike(faults, tell)
-    document = {**outcome.document(), "seed": seed, "seconds": round(time.monotonic() - began, 1)}
+        there: dict[Need, object] = {"readers": document.get("workers"), "evaluation": chaos.evaluates}
+        faults = plan(seed, count, document["procs"], kinds, [need for need, found in there.items() if found])
+        outcome = chaos.strike(faults, shown.tell)
+    found = {**outcome.document(), "seed": seed, "seconds": round(time.monotonic() - began, 1)}
     if asked.as_json:
-        print(json.dumps(document))
+        print(json.dumps(found))
     else:
-        _show(document, asked.target.label, console)
+        _show(found, asked.target.label, console)
     if not outcome.failures and keep is None:
         shutil.rmtree(folder, ignore_errors=True)
     return 1 if outcome.failures else 0
+
+
+class _Shown:
+    """How far it is: a bar on a terminal, a line a run elsewhere."""
+
+    def __init__(self, label: str, faults: int, console: Console) -> None:
+        self._label, self._faults, self._console = label, faults, console
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+        self._task = self._progress.add_task("the run without faults", total=faults)
+
+    def __enter__(self) -> _Shown:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._progress.stop()
+
+    def tell(self, outcome: Outcome) -> None:
+        done = len(outcome.records)
+        failed = done - outcome.survived
+        text = f"{outcome.survived} survived" + (f", {failed} not" if failed else "")
+        self._progress.update(self._task, completed=done, description=text)
+        if not self._console.is_terminal:
+            line = f"chaos {self._label}: {done} of {self._faults} faults in {outcome.runs} runs, {text}"
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def armed_text(target: Target) -> str:
+    """A file with the same experiment, options and imports; ranks that read it carry out orders."""
+    real = target.text if target.recipe else f"{target.path}:{target.entry}"
+    names = sorted({name for name in imports_of(target.path) if is_installed(name)} - {"__future__"})
+    return ARMED.format(target=real, imports="\n".join(f"import {name}" for name in names))
 
 
 def _document(asked: Asked) -> dict[str, Any]:

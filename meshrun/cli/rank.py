@@ -29,6 +29,7 @@ import meshrun
 from meshrun import mesh
 from meshrun.cli.target import Target, find, make
 from meshrun.config import RunConfig, RunDirectory, write_json, write_whole
+from meshrun.data.loader import has_lost_a_reader
 from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.experiment import Experiment
 from meshrun.launch.job import WORTH_A_RESTART
@@ -46,8 +47,8 @@ from meshrun.observe.watch import Watcher
 from meshrun.parallel.build import How
 from meshrun.train.bad_steps import Policy
 from meshrun.train.interval import parse as parse_interval
-from meshrun.train.keeper import Keeping
 from meshrun.train.loop import Stopped, Trainer
+from meshrun.train.recovery import Keeping
 from meshrun.world import detect
 
 Tell = Callable[[Event], None]
@@ -130,12 +131,7 @@ def rank_command(folder: Path, launcher: int, memory: Path | None = None) -> Non
 def _may_go_away(error: BaseException) -> bool:
     """Whether the same ranks, started anew, may get further: others, a reader, a device or the network were lost."""
     gone = isinstance(error, mesh.PeerLost | Stopped | torch.AcceleratorError)
-    return gone or mesh.of_collectives(error) or _has_lost_a_reader(error)
-
-
-def _has_lost_a_reader(error: BaseException) -> bool:
-    """Whether a process that reads for this rank was killed, which torch raises wherever the rank is just then."""
-    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
+    return gone or mesh.of_collectives(error) or has_lost_a_reader(error)
 
 
 def _hear_of_no_reader() -> None:
@@ -318,7 +314,7 @@ def _train(
         reached = trainer.train()
     except (RuntimeError, RunFailed, KeyboardInterrupt) as error:
         _hear_of_no_reader()
-        stopped = isinstance(error, Stopped | KeyboardInterrupt) or _has_lost_a_reader(error)
+        stopped = isinstance(error, Stopped | KeyboardInterrupt) or has_lost_a_reader(error)
         lost = isinstance(error, mesh.PeerLost) or mesh.of_collectives(error)
         if trainer.keeper is not None and (stopped or lost):
             trainer.keeper.leave(graceful=stopped)

@@ -128,8 +128,6 @@ def _join(asked: Asked, where: str, nursery: Nursery | None) -> None:
     assert procs is not None
     post = Post.reach(where, procs, asked.config.timeout)
     run = RunDirectory(post.run)
-    if not (run.path / "config.json").is_file():
-        raise UserError(f"{socket.gethostname()} cannot see {run.path}; it must be on a shared disk (--runs)")
     config = run.config()
     try:
         with (
@@ -195,7 +193,8 @@ class Watching:
     def __init__(self, memory: Path, run: RunDirectory, config: RunConfig, tell: Tell) -> None:
         self._watcher = Watcher(memory, run.path, config, socket.gethostname())
         self._action, self._tell = config.on_hang, tell
-        self.started, self.progress = self._watcher.started, self._watcher.progress
+        self.started = self._watcher.started
+        self.progress, self.patience = self._watcher.progress, self._watcher.patience
 
     def look(self) -> Verdict | None:
         found = self._watcher.look()

@@ -19,7 +19,15 @@ import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from meshrun.data.order import Cut, Ids, Order, slice_of
+from meshrun.errors import RunFailed
 from meshrun.experiment import MapDataset
+
+_BY_A_READER = "in DataLoader worker process"
+"""What torch adds to errors of the dataset itself."""
+
+
+class ReaderLost(RunFailed):
+    """A process that reads for this rank was killed."""
 
 
 @dataclass(frozen=True)
@@ -109,20 +117,40 @@ def _read(dataset: MapDataset, pieces: Iterator[list[int]], reading: Reading) ->
     """The batches of these samples: by torch's DataLoader where others read, without its detours where nobody does."""
     numbered = _Numbered(dataset)
     if reading.workers or reading.pin:
-        return iter(
-            DataLoader(
-                numbered,
-                batch_sampler=pieces,
-                collate_fn=reading.collate,
-                num_workers=reading.workers,
-                pin_memory=reading.pin,
-                prefetch_factor=reading.prefetch if reading.workers else None,
-                # Of its own: it would else draw from the program's, once more for every time that a run goes on.
-                generator=torch.Generator().manual_seed(reading.seed),
-            )
+        loader: DataLoader[Any] = DataLoader(
+            numbered,
+            batch_sampler=pieces,
+            collate_fn=reading.collate,
+            num_workers=reading.workers,
+            pin_memory=reading.pin,
+            prefetch_factor=reading.prefetch if reading.workers else None,
+            # Of its own: it would else draw from the program's, once more for every time that a run goes on.
+            generator=torch.Generator().manual_seed(reading.seed),
         )
+        return _by_readers(iter(loader)) if reading.workers else iter(loader)
     collate = reading.collate or default_collate
     return (collate(numbered.__getitems__(piece)) for piece in pieces)
+
+
+def _by_readers(batches: Iterator[Any]) -> Iterator[Any]:
+    """What other processes read; the many ways in which torch tells that one of them is gone become one."""
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except (RuntimeError, OSError, EOFError) as error:
+            of_dataset = isinstance(error, RuntimeError) or _BY_A_READER in str(error)
+            if has_lost_a_reader(error) or not of_dataset:
+                raise ReaderLost(f"a process that reads data was lost: {error}") from error
+            raise
+        yield batch
+
+
+def has_lost_a_reader(error: BaseException) -> bool:
+    """Whether a reader's end is the cause. torch also raises that by itself, wherever the program is just then."""
+    killed = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
+    return killed or isinstance(error, ReaderLost)
 
 
 class _Numbered(Dataset[Any]):

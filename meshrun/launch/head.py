@@ -112,7 +112,7 @@ class Head:
                 member.gone = member.gone or generation == self.generation
             case Verdict(rank, sentence, "restart") if self._phase == "running":
                 self._by_verdict = True
-                self._end_generation(sentence, Stop(dead=(rank,)))
+                self._end_generation(sentence, Stop(dead=(rank,) if rank >= 0 else ()))  # -1: nobody can be named
             case Verdict(_, sentence, "end") if self._phase == "running":
                 self.end(Outcome(sentence=sentence))
             case Verdict(_, sentence, "report"):
@@ -144,7 +144,8 @@ class Head:
         self._ended.append(failure)
         sentence = f"rank {failure.rank} on {member.host} {failure.how}"
         if self._phase == "running":
-            self._end_generation(sentence, Stop(dead=(failure.rank,) if killed else ()))
+            final = failure.code > 0 and failure.code != WORTH_A_RESTART
+            self._end_generation(sentence, Stop(dead=(failure.rank,) if killed else (), hurried=final))
         elif killed and not self._by_verdict and not any(each.code < 0 for each in self._ended[:-1]):
             # Others noticed its death before it could be reported: they were the consequence.
             self._first = sentence

@@ -80,6 +80,9 @@ class Watch(Protocol):
     def progress(self) -> int:
         """The highest step that was finished."""
 
+    def patience(self) -> float:
+        """Seconds that a step takes, at most, as far as is known."""
+
 
 class Unwatched:
     """Nobody looks at the ranks, and none of them tells of progress."""
@@ -92,6 +95,9 @@ class Unwatched:
 
     def progress(self) -> int:
         return 0
+
+    def patience(self) -> float:
+        return 0.0
 
 
 Tell = Callable[..., Any]

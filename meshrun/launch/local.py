@@ -55,7 +55,7 @@ def launch(
         stack.callback(node.close)
         head = Head(job.restarts, wanted or Wanted(), tell)
         head.join(Member(ME, socket.gethostname(), job.ranks), time.monotonic())
-        outcome = _run(head, node, hub, store.port, stopped)
+        outcome = _run(head, node, hub, store.port, stopped, tell)
     if stopped.by:
         raise Interrupted(stopped.by)
     if outcome.sentence:
@@ -73,9 +73,9 @@ def die_with_launcher(launcher: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _run(head: Head, node: Node, hub: Hub | None, port: int, stopped: Stopped) -> Outcome:
+def _run(head: Head, node: Node, hub: Hub | None, port: int, stopped: Stopped, tell: Tell) -> Outcome:
     """Carry facts to the head and its orders to the nodes, until the run is over."""
-    ending = False
+    ending = told = False
     while head.outcome is None and not stopped.at_once:
         select.select([*node.fds, *(hub.fds if hub else ())], [], [], LOOK_EVERY)
         now = time.monotonic()
@@ -96,6 +96,10 @@ def _run(head: Head, node: Node, hub: Hub | None, port: int, stopped: Stopped) -
             head.end(Outcome(sentence=f"the run was stopped by {signal.Signals(stopped.by).name}"))
         head.tick(now)
         _pass_on(head, node, hub, port)
+        if ending and not told:
+            told = True
+            if node.waits:
+                tell("note", text=node.waits)
     outcome = head.outcome or Outcome()
     if hub:
         hub.finish(outcome)

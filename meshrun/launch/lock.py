@@ -29,6 +29,8 @@ BEAT = 2.0
 """Seconds between two touches."""
 STALE = 15.0
 """Seconds without a touch after which a holder on another host counts as gone."""
+ORPHANS = 6.0
+"""Seconds to wait for what a killed holder on this host has started, such as its readers: these hold the lock too."""
 
 
 @contextlib.contextmanager
@@ -53,14 +55,37 @@ def lock(run: RunDirectory) -> Iterator[None]:
 
 
 def _take(run: RunDirectory, path: Path, file: int) -> None:
+    give_up = time.monotonic() + ORPHANS
+    while not _flocked(file):
+        if not _has_died_here(_holder(path)) or time.monotonic() > give_up:
+            raise SharedError(_refusal(run, path))
+        time.sleep(0.05)
+    if _is_held_elsewhere(path):
+        raise SharedError(_refusal(run, path))
+
+
+def _flocked(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise SharedError(_refusal(run, path)) from None
+        return False
     except OSError:
         pass  # a file system without locks
-    if _is_held_elsewhere(path):
-        raise SharedError(_refusal(run, path))
+    return True
+
+
+def _has_died_here(holder: dict[str, object]) -> bool:
+    """Whether the process that took the lock is gone from this host."""
+    pid = holder.get("pid")
+    if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        pass  # it belongs to another user
+    return False
 
 
 def _is_held_elsewhere(path: Path) -> bool:

@@ -13,6 +13,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,8 +31,13 @@ class Memory:
 
     def __enter__(self) -> Memory:
         of_user = self.path.parent.parent
-        of_user.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if of_user.stat().st_uid != os.getuid():
+        with contextlib.suppress(FileExistsError):
+            of_user.mkdir(mode=0o700, parents=True)
+        # All users may write beside it: one may have put a link of that name there, which must not be followed.
+        found = of_user.lstat()
+        if not stat.S_ISDIR(found.st_mode):
+            raise RunFailed(f"{of_user} is not a folder, as it must be for what runs keep in memory; have it removed")
+        if found.st_uid != os.getuid():
             raise RunFailed(f"{of_user} belongs to another user of this machine; have it removed")
         with _alone_in(of_user):  # else one launcher would find the folder of another before that could hold it
             sweep(of_user)

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from meshrun.launch.job import Job, Seat, Verdict, Watch
-from meshrun.launch.ranks import Ended, Gone, Nursery, Ranks, Stop
+from meshrun.launch.ranks import GRACE, Ended, Gone, Nursery, Ranks, Stop
 
 LOOK_EVERY = 0.1
 """Seconds between two looks at the ranks."""
@@ -73,7 +73,14 @@ class Node:
 
     def stop(self, stop: Stop) -> None:
         """Begin to end them."""
-        self._ranks.stop(stop)
+        self._ranks.stop(stop, self._watch.patience())
+
+    @property
+    def waits(self) -> str:
+        """What to tell whoever has asked for the end, where it will take its time."""
+        if not self._ranks.busy or self._ranks.grace <= GRACE:
+            return ""
+        return f"ranks get {self._ranks.grace:.0f} s to finish their step; CTRL-C now ends them at once"
 
     def news(self) -> Iterator[Ended | Gone | Verdict]:
         """What has happened since the last call."""

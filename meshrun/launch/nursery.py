@@ -19,7 +19,7 @@ import sys
 import threading
 
 from meshrun.launch.job import PARENT
-from meshrun.launch.wire import Document, Wire
+from meshrun.launch.wire import Wire
 from meshrun.world.environment import take_over
 
 FORKABLE = ["-m", "meshrun"]
@@ -34,10 +34,14 @@ def serve(fd: int) -> list[str]:
     gc.freeze()  # else the first collection of each rank would copy all of its memory
     ranks: dict[int, int] = {}
     """The file descriptor that tells of a rank's end -> its process."""
+    fresh: dict[int, subprocess.Popen[bytes]] = {}
+    """Those that are no forks: one that is let go is buried by whoever starts the next, who tells nobody."""
     while not wire.closed:
         ready = select.select([wire.fileno(), *ranks], [], [])[0]
         for pidfd in ranks.keys() & set(ready):
-            wire.send(_buried(ranks.pop(pidfd), pidfd))
+            pid = ranks.pop(pidfd)
+            os.close(pidfd)
+            wire.send({"ended": pid, "code": _buried(pid, fresh.pop(pid, None))})
         if wire.fileno() not in ready:
             continue
         for asked in wire.receive():
@@ -51,8 +55,9 @@ def serve(fd: int) -> list[str]:
                         _become_a_rank(environment, argv, [wire.fileno(), *ranks])
                         return argv[2:]
                 else:
-                    # Not waited for through this object, which may go: `_buried` does that.
-                    pid = subprocess.Popen([sys.executable, *argv], env=environment, start_new_session=True).pid
+                    process = subprocess.Popen([sys.executable, *argv], env=environment, start_new_session=True)
+                    pid = process.pid
+                    fresh[pid] = process
                 ranks[os.pidfd_open(pid)] = pid
                 started[rank] = pid
             wire.send({"started": started})
@@ -68,13 +73,12 @@ def _is_warm() -> bool:
     return torch is not None and not torch.cuda.is_initialized() and threading.active_count() == 1
 
 
-def _buried(pid: int, pidfd: int) -> Document:
+def _buried(pid: int, fresh: subprocess.Popen[bytes] | None) -> int:
     """How a rank ended; what it leaves of its process group, such as readers, ends too."""
-    _, status = os.waitpid(pid, 0)
+    code = fresh.wait() if fresh is not None else os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
-    os.close(pidfd)
-    return {"ended": pid, "code": os.waitstatus_to_exitcode(status)}
+    return code
 
 
 def _become_a_rank(environment: dict[str, str], argv: list[str], inherited: list[int]) -> None:

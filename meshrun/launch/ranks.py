@@ -28,11 +28,13 @@ from meshrun.launch.wire import Document, Wire
 from meshrun.world.environment import inherited, of_nursery, of_rank
 
 GRACE = 2.0
-"""Seconds from the signal that should end a rank to the one that does."""
-WORDS = 30.0
-"""The same for ranks that are still writing down their state."""
+"""The least seconds from the signal that should end a rank to the one that does."""
+STEPS = 3
+"""The same in steps, where these are long: ranks finish theirs, and one more to agree on where to stop."""
 STEP = 120.0
-"""The same where all ranks are well and end at the next step."""
+"""The most, and what all ranks get where they are well and end at the next step."""
+WORDS = 30.0
+"""Further seconds for ranks that are still writing down their state."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,17 @@ class Stop:
     """Whether they may finish their step: nobody is lost."""
     final: bool = False
     """Whether nothing is started after them."""
+    hurried: bool = False
+    """Whether nobody needs what they hold, since the program itself has failed."""
+
+    def after(self, before: Stop) -> Stop:
+        """Both: what is said later only adds to what was said before, and may make it more urgent."""
+        return Stop(
+            (*before.dead, *self.dead),
+            before.patient and self.patient,
+            before.final or self.final,
+            before.hurried or self.hurried,
+        )
 
 
 class Nursery:
@@ -133,7 +146,7 @@ class Ranks:
         self._expected: set[int] = set()
         """Ranks that the nursery was asked for and has not started yet."""
         self._stop: Stop | None = None
-        self._stopped_at = 0.0
+        self._stopped_at = self.grace = 0.0
         self._dead: set[int] = set()
 
     @property
@@ -175,13 +188,15 @@ class Ranks:
         self._expected = set(places)
         self._nursery.start({"argv": list(self._job.argv), "environment": inherited(), "ranks": places})
 
-    def stop(self, stop: Stop) -> None:
-        """Begin to end all ranks. What was said later only adds to what was said before."""
+    def stop(self, stop: Stop, step: float = 0.0) -> None:
+        """Begin to end all ranks; what they hold is whole only between two steps, of which one takes `step` seconds."""
         if self._seat is None:  # the last of them went while it was being decided
             return
-        before, self._stop = self._stop, stop
+        before = self._stop
+        self._stop = both = stop.after(before) if before is not None else stop
+        self.grace = STEP if both.patient else GRACE if both.hurried else min(max(GRACE, STEPS * step), STEP)
         self._dead |= set(stop.dead)
-        self._write_dead(stop.final)
+        self._write_dead(both.final)
         if before is None:
             self._stopped_at = time.monotonic()
             for process in self._alive.values():
@@ -261,8 +276,7 @@ class Ranks:
     def _kill_the_late(self) -> None:
         assert self._stop is not None
         waited = time.monotonic() - self._stopped_at
-        limit = STEP if self._stop.patient else GRACE
-        if waited > limit and (waited > WORDS or self._stop.patient or not self._are_writing()):
+        if waited > self.grace and (waited > self.grace + WORDS or not self._are_writing()):
             for process in self._alive.values():
                 if process.signalled != signal.SIGKILL:
                     self._signal(process, signal.SIGKILL)

@@ -3,11 +3,14 @@
 wire = Wire(connection)
 wire.send({"kind": "alive"})
 for document in wire.receive(): …      # when select says that there is something; none and `closed` at the end
+
+Whoever sends something else, or a line without end, finds the connection closed.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import socket
 from typing import Any
 
@@ -20,8 +23,9 @@ Document = dict[str, Any]
 class Wire:
     """One end of a connection."""
 
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
+    def __init__(self, connection: socket.socket, longest: float = math.inf) -> None:
+        """`longest`: bytes of a line, where the peer is not to be trusted with this process's memory."""
+        self.socket, self._longest = connection, longest
         self.closed = False
         self._rest = b""
         connection.settimeout(PATIENCE)
@@ -49,11 +53,15 @@ class Wire:
             return []
         *lines, self._rest = (self._rest + chunk).split(b"\n")
         try:
+            if any(len(line) > self._longest for line in (*lines, self._rest)):
+                raise ValueError
             found = [json.loads(line) for line in lines]
-        except ValueError:
-            self.closed = True  # somebody who does not speak this language
+            if not all(isinstance(each, dict) for each in found):
+                raise ValueError
+        except (ValueError, RecursionError):  # the latter for what is nested too deep
+            self.closed, self._rest = True, b""  # somebody who does not speak this language
             return []
-        return [each for each in found if isinstance(each, dict)]
+        return found
 
     def close(self) -> None:
         self.closed = True

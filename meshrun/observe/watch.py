@@ -4,6 +4,7 @@
     watch.started({0: 4711, 1: 4712}, generation=0)
     finding = watch.look()               # every 0.1 s; a Finding once a hang, else None
     watch.progress()                     # the highest step that any rank has finished
+    watch.patience()                     # seconds of the longest step
     watch.notes()                        # new sentences on ranks that are slow
 
 A rank is overdue when its last mark is older than its limit, and the run hangs when every rank that is not done is
@@ -50,7 +51,7 @@ class Watcher:
         self._others = (config.nodes != "1" or config.join is not None) if others is None else others
         self._pids: dict[int, int] = {}
         self._views: dict[int, PulseView] = {}
-        self._generation, self._best, self._due = 0, 0, 0.0
+        self._generation, self._best, self._longest, self._due = 0, 0, 0.0, 0.0
         self._stopped: dict[int, float] = {}
         self._reported: dict[int, int] = {}
         self._inquiry: _Inquiry | None = None
@@ -89,6 +90,11 @@ class Watcher:
         """The highest step that any rank has finished."""
         self._best = max([self._best, *(pulse.last for pulse in self._read())])
         return self._best
+
+    def patience(self) -> float:
+        """Seconds of the longest step; that of ranks before these until one of these has finished one."""
+        self._longest = max((pulse.longest for pulse in self._read() if pulse.finished), default=self._longest)
+        return self._longest
 
     def notes(self) -> list[str]:
         """Sentences on slow ranks since the last call."""

@@ -233,6 +233,34 @@ def test_what_a_watch_has_found_is_acted_on(action: Any):
     assert check[action]()
 
 
+def test_where_nobody_can_be_named_all_start_anew_and_nobody_counts_as_dead():
+    run = Run(nodes=2)
+    run.head.hear("b", Verdict(-1, "nothing moves", "restart"), run.now)
+    run.tick()
+    assert run.stops == [("a", Stop()), ("b", Stop())]
+    run.gone("a", "b")
+    assert run.sentences == ["nothing moves; all ranks are started again"] and run.head.generation == 1
+
+
+def test_after_an_error_of_the_program_nobody_waits_for_what_the_others_hold():
+    run = Run()
+    run.ended("a", 1, 1)
+    assert run.stops == [("a", Stop(hurried=True))]
+
+
+@pytest.mark.parametrize(
+    ("before", "later", "both"),
+    [
+        (Stop(final=True), Stop(dead=(1,)), Stop(dead=(1,), final=True)),
+        (Stop(dead=(1,)), Stop(dead=(2,)), Stop(dead=(1, 2))),
+        (Stop(patient=True), Stop(dead=(1,)), Stop(dead=(1,))),
+        (Stop(hurried=True), Stop(final=True), Stop(final=True, hurried=True)),
+    ],
+)
+def test_what_is_said_later_only_adds_to_what_was_said_before(before: Stop, later: Stop, both: Stop):
+    assert later.after(before) == both
+
+
 def test_a_hang_that_comes_again_and_again_is_what_the_user_reads():
     run = Run(restarts=0)
     run.head.hear("a", Verdict(1, "rank 1 hangs", "restart"), run.now)

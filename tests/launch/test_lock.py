@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -50,6 +51,47 @@ def test_a_second_owner_is_refused_with_who_where_and_since_when_until_the_first
         holder.communicate()
     with lock(run):
         pass
+
+
+WITH_A_READER = """
+import os, sys, time
+from pathlib import Path
+from meshrun.config import RunDirectory
+from meshrun.launch.lock import lock
+with lock(RunDirectory(Path(sys.argv[1]))):
+    owner, reader = os.getpid(), os.fork()
+    if reader:
+        print(reader, flush=True)
+        time.sleep(60)
+    while os.getppid() == owner:
+        time.sleep(0.01)
+    time.sleep(float(sys.argv[2]))
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("seconds", [1.0, 60.0])
+def test_readers_of_a_killed_owner_that_still_hold_the_lock_are_waited_for_a_while(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, seconds: float
+):
+    monkeypatch.setattr(locks, "ORPHANS", 3.0)
+    command = [sys.executable, "-c", WITH_A_READER, str(run.path), str(seconds)]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    reader = int(owner.stdout.readline())
+    try:
+        owner.kill()
+        owner.wait()
+        if seconds < 3:
+            with lock(run):
+                pass
+        else:
+            with pytest.raises(UserError, match=f"is in use by process {owner.pid}"), lock(run):
+                pass
+    finally:
+        owner.stdout.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(reader, signal.SIGKILL)
 
 
 def test_a_run_is_free_after_its_owner_even_if_that_failed(run: RunDirectory):

@@ -69,6 +69,12 @@ def test_a_process_with_threads_or_an_open_gpu_is_not_forked(monkeypatch: pytest
     assert not _is_warm()
 
 
+def test_fresh_processes_that_end_while_others_are_started_are_told_of():
+    assert launch(Job(["-I", "-S", "-c", "pass"], 24)) == []
+    found = launch(Job(["-I", "-S", "-c", "raise SystemExit(3)"], 24))
+    assert {each.code for each in found} <= {3, -15} and any(each.code == 3 for each in found)
+
+
 def test_other_programs_than_meshrun_start_as_fresh_processes_with_their_place(tmp_path: Path):
     program = f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(os.environ['WORLD_SIZE'])"
     assert launch(Job(["-c", program], 3)) == []

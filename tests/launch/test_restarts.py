@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -14,8 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from meshrun.launch.job import PARENT, Failure, Interrupted, Job, Verdict
+from meshrun.launch.job import PARENT, Failure, Interrupted, Job, Seat, Unwatched, Verdict
 from meshrun.launch.local import launch
+from meshrun.launch.ranks import Nursery, Ranks, Stop
 from tests.launch.command import PROGRAMS, TINY, Ended, events, is_alive, meshrun, started, wait_until
 
 LOSING = str(PROGRAMS / "losing.py")
@@ -168,8 +170,8 @@ SLEEPING = ["-c", "import sys, time; time.sleep(60)", PARENT]
 class Pointing:
     """A watch that finds fault with one rank a tenth of a second after all have started, once."""
 
-    def __init__(self, action: str, stop: bool = False) -> None:
-        self.action, self.stop = action, stop
+    def __init__(self, action: str, stop: bool = False, rank: int = 1) -> None:
+        self.action, self.stop, self.rank = action, stop, rank
         self.generations: list[dict[int, int]] = []
         self.found = False
 
@@ -188,14 +190,18 @@ class Pointing:
         if self.found:
             return None
         self.found = True
-        return Verdict(1, "rank 1 hangs", self.action)  # type: ignore[arg-type]
+        return Verdict(self.rank, "rank 1 hangs", self.action)  # type: ignore[arg-type]
 
     def progress(self) -> int:
         return 0
 
+    def patience(self) -> float:
+        return 0.0
 
-def test_a_stopped_rank_that_the_watch_names_is_killed_and_all_start_anew():
-    watch, told = Pointing("restart", stop=True), []
+
+@pytest.mark.parametrize("rank", [1, -1])
+def test_a_stopped_rank_is_killed_and_all_start_anew_whether_the_watch_can_name_it_or_not(rank: int):
+    watch, told = Pointing("restart", stop=True, rank=rank), []
     began = time.monotonic()
     with pytest.raises(Interrupted, match="SIGTERM"):
         launch(Job(SLEEPING, 2, restarts=1), watch, lambda kind, **fields: told.append((kind, fields)))
@@ -242,6 +248,75 @@ time.sleep(60)
     failures = launch(Job(["-c", program], 2, memory=tmp_path))
     assert [(each.rank, each.code) for each in failures] == [(1, -9), (0, 75)]
     assert json.loads((tmp_path / "words").read_text()) == {"ranks": [1], "final": False}
+
+
+class Slow(Unwatched):
+    """Watches ranks whose steps take two seconds."""
+
+    def patience(self) -> float:
+        return 2.0
+
+
+LATE = """
+import os, pathlib, signal, sys, time
+memory, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+def end(*_):
+    time.sleep(2.7)
+    (memory / f"said-{rank}").write_text((memory / "dead-0.json").read_text())
+    os._exit(75)
+signal.signal(signal.SIGTERM, end)
+(memory / f"ready-{rank}").touch()
+while not all((memory / f"ready-{other}").exists() for other in "01"): time.sleep(0.01)
+"""
+
+
+def test_survivors_of_a_lost_rank_may_finish_a_step_that_is_longer_than_the_grace_time(tmp_path: Path):
+    program = f"{LATE}\nif rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    failures = launch(Job(["-c", program, str(tmp_path)], 2, memory=tmp_path), Slow())
+    assert [(each.rank, each.code) for each in failures] == [(1, -9), (0, 75)]
+
+
+def test_ranks_read_that_nobody_comes_after_them_also_when_one_is_lost_later(tmp_path: Path):
+    with Nursery(None, warm=False) as nursery:
+        ranks = Ranks(Job(SLEEPING, 1, memory=tmp_path), nursery)
+        ranks.begin(Seat("job", 0, 0, 1, 0, 1, "127.0.0.1", 1))
+        ranks.stop(Stop(final=True))
+        ranks.stop(Stop(dead=(7,)))
+        assert json.loads((tmp_path / "dead-0.json").read_text()) == {"ranks": [7], "final": True}
+        ranks.close()
+
+
+def test_who_is_asked_to_stop_lets_ranks_finish_a_long_step_and_says_so(tmp_path: Path):
+    """Rank 1 asks the launcher to stop and dies itself while the other is still at its step."""
+    program = f"{LATE}\nif rank == '1': signal.signal(signal.SIGTERM, signal.SIG_DFL); os.kill({os.getpid()}, 15)\n"
+    told: list[tuple[str, dict[str, object]]] = []
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        job = Job(["-c", f"{program}time.sleep(60)", str(tmp_path)], 2, memory=tmp_path)
+        launch(job, Slow(), lambda kind, **fields: told.append((kind, fields)))
+    assert json.loads((tmp_path / "said-0").read_text())["final"] is True
+    assert told == [("note", {"text": "ranks get 6 s to finish their step; CTRL-C now ends them at once"})]
+
+
+def test_steps_longer_than_the_grace_time_are_not_lost_with_a_rank(tmp_path: Path):
+    ended = losing(tmp_path, "--pause", 2.3, "--steps", 3)
+    assert ended.status == 0, ended.err
+    assert [event["step"] for event in events(tmp_path / "runs/losing-1", 0, "resumed")] == [2]
+
+
+def test_what_long_steps_have_reached_is_saved_when_the_run_is_asked_to_stop(tmp_path: Path):
+    words = ["--diary", tmp_path / "diary", "--procs", 2, "--steps", 100, "--pause", 2.3, "--lives", 0]
+    launcher = started(tmp_path, "run", LOSING, *words)
+    run = tmp_path / "runs/losing-1"
+    try:
+        wait_until(lambda: launcher.poll() is not None or events(run, 0, "step"), 30)
+        launcher.terminate()
+        _, err = launcher.communicate(timeout=20)
+    finally:
+        launcher.kill()
+        launcher.communicate()
+    assert re.search(r"ranks get \d+ s to finish their step; CTRL-C now ends them at once", err)
+    last = events(run, 0, "step")[-1]["step"]
+    assert [path.name for path in (run / "checkpoints").glob("step-*")] == [f"step-{last:08d}"]
 
 
 def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace_time():

@@ -57,6 +57,23 @@ def test_pulses_of_an_earlier_generation_or_of_another_process_count_for_nothing
     rank.close()
 
 
+def test_ranks_that_have_not_finished_a_step_get_the_time_of_those_before_them(tmp_path: Path):
+    watch = Watcher(tmp_path, tmp_path, DEFAULT, "node7")
+    assert watch.patience() == 0
+    rank = Pulse.open(tmp_path, 0, generation=0)
+    watch.started({0: os.getpid()}, 0)
+    for seconds, longest in ((9.0, 9.0), (3.0, 3.0), (4.0, 4.0), (1.0, 4.0)):
+        rank.finished(1, seconds, 0.0)
+        assert watch.patience() == longest
+    rank.close()
+    again = Pulse.open(tmp_path, 0, generation=1)
+    watch.started({0: os.getpid()}, 1)
+    assert watch.patience() == 4
+    again.finished(1, 2.0, 0.0)
+    assert watch.patience() == 2
+    again.close()
+
+
 def test_user_reads_of_a_hang_in_one_sentence(tmp_path: Path):
     words = ("--fault", "forward", "--hang-after", 2, "--on-hang", "end", "--steps", 50)
     ended = meshrun(tmp_path, "run", HANGING, "--procs", 2, *words)
