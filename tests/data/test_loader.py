@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections import UserDict, namedtuple
 
 import pytest
@@ -10,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
-from meshrun.data.loader import Loader, Reading, StepData, evaluation_batches, to_device
+from meshrun.data.loader import (
+    Loader,
+    ReaderLost,
+    Reading,
+    StepData,
+    evaluation_batches,
+    has_lost_a_reader,
+    to_device,
+)
 from meshrun.data.order import Cut, Order
 
 ALONE = Reading()
@@ -188,3 +198,23 @@ def test_to_device_moves_what_is_in_a_mapping_that_is_no_dict():
     """Tokenizers give such ones; the model is called with a plain dict."""
     moved = to_device(UserDict(ids=torch.ones(2)), torch.device("meta"))
     assert type(moved) is dict and moved["ids"].device.type == "meta"
+
+
+class Fragile(Squares):
+    """Sample 13 kills the process that reads it, and sample 14 is not where it should be."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 13:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if index == 14:
+            raise FileNotFoundError("14.jpeg")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize(("first", "lost"), [(13, True), (14, False)])
+def test_a_reader_that_was_killed_is_told_from_an_error_of_the_dataset(first: int, lost: bool):
+    data = Subset(Fragile(20), range(first, 20))  # type: ignore[arg-type,var-annotated]
+    steps = Loader(data, Order(len(data), 2, shuffle=False), 0, 1, Reading(workers=1)).steps(0, 2)
+    with pytest.raises((ReaderLost, RuntimeError) if lost else FileNotFoundError) as error:
+        list(steps)
+    assert has_lost_a_reader(error.value) == lost

@@ -1,0 +1,107 @@
+"""Runs that are broken on purpose: they must come to the same end, and one that does not must be found out."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from meshrun.check.chaos import Outcome, Record, differences, tensors_of
+from meshrun.check.disk import can_mount
+from meshrun.check.faults import Fault
+from meshrun.cli.chaos import armed_text
+from meshrun.cli.target import find
+
+PROGRAMS = Path(__file__).parent / "programs"
+OF_ALL_SORTS = (
+    *("kill-computing", "kill-collective", "kill-evaluating", "kill-two", "kill-update", "kill-write", "kill-rename"),
+    *("stop", "oom", "disk-full", "checkpoint-flipped", "clock-back"),
+)
+
+
+def chaos(*words: object) -> tuple[int, dict[str, Any], str]:
+    command = [sys.executable, "-m", "meshrun", "chaos", *map(str, words), "--json"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
+    assert ran.stdout, ran.stderr
+    return ran.returncode, json.loads(ran.stdout), ran.stderr
+
+
+def test_faults_of_all_sorts_are_survived_without_a_trace():
+    status, found, said = chaos(
+        PROGRAMS / "restless.py", "--faults", len(OF_ALL_SORTS), "--kinds", ",".join(OF_ALL_SORTS), "--seed", 11
+    )
+    assert found["failures"] == [], said
+    assert status == 0
+    assert found["faults"] == found["survived"] == len(OF_ALL_SORTS)
+    assert (found["ids_lost"], found["ids_repeated"], found["weights_equal"]) == (0, 0, True)
+    assert set(found["by_kind"]) == set(OF_ALL_SORTS)
+    assert found["by_kind"]["kill-computing"]["seconds"] < 5
+    assert found["by_kind"]["kill-update"]["how"] == "armed"
+    assert found["by_kind"]["disk-full"]["how"] == ("real" if can_mount() else "armed")
+
+
+def test_a_run_that_comes_to_other_weights_after_a_fault_is_a_failure_and_is_kept(tmp_path: Path):
+    status, found, _ = chaos(
+        PROGRAMS / "forgetful.py", "--faults", 1, "--kinds", "kill-computing", "--steps", 60, "--keep", tmp_path
+    )
+    assert status == 1
+    assert (found["faults"], found["survived"], found["weights_equal"]) == (1, 0, False)
+    (failure,) = found["failures"]
+    assert failure.startswith(
+        "the run came to other last.safetensors, losses of result.json, grad_norms of result.json"
+    )
+    assert failure.endswith(f"than the one without faults (after kill-computing; {tmp_path}/run-0001/chaos-1)")
+    assert (tmp_path / "run-0001/chaos-1/result.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (("--faults", 0), "faults is 0; it must be at least 1 (--faults)"),
+        (("--procs", 1), "procs is 1; chaos needs ranks that a launcher starts, at least 2 (--procs)"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_runs(words: tuple[object, ...], error: str):
+    status, found, _ = chaos("digits", *words)
+    assert (status, found["error"]) == (2, error)
+
+
+@pytest.mark.parametrize("target", [str(PROGRAMS / "restless.py"), "digits"])
+def test_what_is_struck_is_the_same_experiment_with_the_same_options(tmp_path: Path, target: str):
+    file = tmp_path / "armed_target.py"
+    file.write_text(armed_text(find(target)))
+    assert find(str(file)).function() is find(target).function()
+
+
+def test_samples_that_were_lost_or_used_twice_are_counted():
+    wanted = {1: Counter([5, 6, 7]), 2: Counter([8, 9])}
+    assert differences(wanted, wanted) == (0, 0)
+    assert differences({1: Counter([5, 6, 6]), 2: Counter([8, 9])}, wanted) == (1, 1)
+    assert differences({1: Counter([5, 6, 7])}, wanted) == (2, 0)
+    assert differences({**wanted, 3: Counter([1])}, wanted) == (0, 1)
+
+
+@pytest.mark.parametrize("other", [torch.tensor([1.0, 2.0000002]), torch.tensor([1.0, 2.0]).double()])
+def test_weights_are_compared_bit_by_bit_and_what_is_written_about_them_is_not(tmp_path: Path, other: torch.Tensor):
+    for name, tensor, about in (("a", torch.tensor([1.0, 2.0]), "x"), ("b", torch.tensor([1.0, 2.0]), "longer")):
+        save_file({"w": tensor}, tmp_path / name, {"about": about})
+    save_file({"w": other}, tmp_path / "c")
+    assert tensors_of(tmp_path / "a") == tensors_of(tmp_path / "b")
+    assert tensors_of(tmp_path / "a") != tensors_of(tmp_path / "c")
+
+
+def test_a_document_says_how_soon_runs_went_on_after_each_kind():
+    outcome = Outcome([Record(Fault(n, "segv", 0, 0, 0), seconds, "real") for n, seconds in enumerate((0.1, 0.3, 0.2))])
+    outcome.records.append(Record(Fault(3, "segv", 0, 0, 0), None, "real", "no step was finished"))
+    document = outcome.document()
+    assert (document["faults"], document["survived"]) == (4, 3)
+    assert document["by_kind"] == {"segv": {"faults": 4, "survived": 3, "seconds": 0.2, "longest": 0.3, "how": "real"}}
