@@ -8,7 +8,8 @@ ranks the slowest counts, and of the rounds the median, for the times and for th
 left to finish (`sync`), which counts for none.
 
 - stall is how long a step waits for a save: our snapshot; `torch.save` of each rank's part, with and without a wait for
-  the disk, and of all of the state by rank 0; and `dcp.async_save` with a stager that keeps its buffer, as ours does
+  the disk, of all of the state by rank 0, and of all of it after rank 0 has gathered it, which is what a program with
+  sharded state does; and `dcp.async_save` with a stager that keeps its buffer, as ours does
 - write is from the end of the stall to a checkpoint that has its name, with checksums and fsync; `dd` writes as many
   zeros into one file, with conv=fsync
 - load is into tensors that are there, from the page cache, ours with every checksum verified; `dcp.load` verifies none.
@@ -45,6 +46,7 @@ from meshrun.mesh import Here
 from meshrun.state.checkpoint import Checkpoint
 from meshrun.state.region import Region
 from meshrun.state.saver import Saver
+from meshrun.world.cores import granted, share, topology
 
 HIDDEN, FFN, VOCABULARY = 1024, 2816, 8192
 LAYER = {
@@ -61,7 +63,7 @@ LAYERS = 6
 KINDS = ("model/{}", "optimizer/{}/exp_avg", "optimizer/{}/exp_avg_sq")
 
 BARS = {
-    "stall / torch.save, fsync": 0.15,
+    "stall / torch.save, gathered": 0.15,
     "stall / dcp.async_save": 1.0,
     "dd / write": 0.9,
     "load / dcp.load": 1.0,
@@ -133,6 +135,8 @@ def by_stage_and_plan(rank: int, columns_only: bool) -> list[Region]:
 
 def measured(here: Here, folder: str, spare: str, rounds: int) -> dict[str, Any]:
     """One rank: every way, once a round."""
+    # As the launcher binds ranks to cores.
+    os.sched_setaffinity(0, share(granted(), here.rank, here.size, topology()))
     place = Place(here, Path(folder), Path(spare))
     found: dict[str, list[float]] = {}
     for number in range(rounds + 1):
@@ -171,7 +175,7 @@ class Place:
         return found
 
     def _saves(self) -> list[Callable[[], dict[str, float]]]:
-        ordinary = [self._torch_save, self._durable_torch_save, self._whole_torch_save]
+        ordinary = [self._torch_save, self._durable_torch_save, self._whole_torch_save, self._gathered_torch_save]
         return [self._ours, *ordinary, self._dcp_save, self._dd]
 
     def _ours(self) -> dict[str, float]:
@@ -204,11 +208,26 @@ class Place:
         return {"torch.save, fsync": self._timed(save, self._torch_file)}
 
     def _whole_torch_save(self) -> dict[str, float]:
-        """As an ordinary program does it: rank 0 writes all of the state, which it has gathered, and all wait."""
+        """Rank 0 writes all of the state, which it has already, and all wait."""
         count = self.here.size if self.here.rank == 0 else 0
         state = {f"{number}/{each.name}": each.tensor for number in range(count) for each in self._others(number)}
         seconds = self._timed(lambda path: torch.save(state, path) if state else None, self._torch_file)
         return {"torch.save of rank 0": seconds}
+
+    def _gathered_torch_save(self) -> dict[str, float]:
+        """As a program with sharded state does it: rank 0 gathers all of it and writes it, and all wait."""
+
+        def save(path: Path) -> None:
+            state = {}
+            for each in self.regions:
+                parts = [torch.empty_like(each.tensor) for _ in range(self.here.size)] if self.here.rank == 0 else None
+                dist.gather(each.tensor, parts)
+                if parts is not None:
+                    state[each.name] = torch.cat(parts)
+            if state:
+                torch.save(state, path)
+
+        return {"torch.save, gathered": self._timed(save, self._torch_file)}
 
     def _others(self, number: int) -> list[Region]:
         """Another rank's part: of the same size, and in memory of its own, else torch would write it once."""
@@ -326,6 +345,7 @@ def _resident(which: str) -> int:
 RATIOS = {
     "stall / torch.save, fsync": ("stall", "torch.save, fsync"),
     "stall / torch.save of rank 0": ("stall", "torch.save of rank 0"),
+    "stall / torch.save, gathered": ("stall", "torch.save, gathered"),
     "stall / torch.save": ("stall", "torch.save"),
     "stall / dcp.async_save": ("stall", "dcp.async_save"),
     "dd / write": ("dd", "write"),

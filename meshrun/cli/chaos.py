@@ -102,7 +102,7 @@ class _Shown:
         text = f"{outcome.survived} survived" + (f", {failed} not" if failed else "")
         self._progress.update(self._task, completed=done, description=text)
         if not self._console.is_terminal:
-            line = f"chaos {self._label}: {done} of {self._faults} faults in {outcome.runs} runs, {text}"
+            line = f"chaos {self._label}: {done} of {self._faults} faults after run {outcome.runs}, {text}"
             self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -151,8 +151,9 @@ def _show(document: dict[str, Any], label: str, console: Console) -> None:
     console.print(table)
     for failure in document["failures"]:
         console.print(failure, markup=False, highlight=False, soft_wrap=True)
+    runs = f"{document['runs']} run{'s' * (document['runs'] != 1)}"
     console.print(
-        f"{document['runs']} runs; samples lost {document['ids_lost']}, used twice {document['ids_repeated']}; "
+        f"{runs}; samples lost {document['ids_lost']}, used twice {document['ids_repeated']}; "
         f"weights {'equal' if document['weights_equal'] else 'differ'}",
         highlight=False,
     )

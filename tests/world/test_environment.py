@@ -1,0 +1,38 @@
+"""What ranks are given is what they read, and a fork has no other variables than those it was given."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from meshrun.world import detect
+from meshrun.world.environment import inherited, of_nursery, of_rank, take_over
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_a_rank_reads_its_place_as_the_launcher_meant_it():
+    world = detect(of_rank(5, 7, (1, 4), (1, 2), ("10.0.0.1", 4711), 3, "abc"), "node7")
+    assert (world.rank, world.size, world.local_rank, world.local_size) == (5, 7, 1, 4)
+    assert (world.node, world.nodes, world.attempt) == (1, 2, 3)
+    assert (world.address, world.port, world.agent_store) == ("10.0.0.1", 4711, True)
+    assert "abc" in world.job
+
+
+@pytest.mark.usefixtures("restored")
+def test_a_fork_has_the_variables_that_it_was_given_and_no_others(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("OF_THE_NURSERY", "1")
+    take_over({"OWN": "2"})
+    assert inherited() == {"OWN": "2"}
+
+
+def test_the_process_that_ranks_are_forked_from_opens_no_gpu():
+    assert of_nursery() == {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
