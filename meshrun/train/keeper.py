@@ -107,9 +107,11 @@ class Keeper:
         """Save if it is time; the step's evaluation, if it had one, is done."""
         self._report()
         step = self.trainer.step
-        if not self._prepared and not self.keeping.every.never:
-            self.saver.prepare(regions(self.trainer, self._moment))
+        if not self._prepared:
             self._prepared = True
+            # Ranks that were started anew still need what is in that memory.
+            if self.keeping.generation == 0 and not self.keeping.every.never:
+                self.saver.prepare(regions(self.trainer, self._moment))
         if self._due(step):
             self._save()
         elif self._copies and step >= self._spare_at:
