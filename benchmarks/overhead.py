@@ -21,11 +21,13 @@ the same cores still widens the quartiles: `load_before` says whether the machin
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import importlib.util
 import json
 import os
 import random
+import shutil
 import statistics
 import sys
 import tempfile
@@ -49,7 +51,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from meshrun import Experiment, Trainer, cross_entropy, mesh
 from meshrun.cli.rank import Recorder
-from meshrun.config import RunConfig, RunDirectory, write_json
+from meshrun.config import MEMORY, RunConfig, RunDirectory, write_json
 from meshrun.launch.local import Job, die_with_launcher, launch
 from meshrun.observe.board import Board
 from meshrun.observe.pulse import Pulse
@@ -219,8 +221,8 @@ def meshrun(task: Task, run: RunDirectory) -> Side:
     """As meshrun/cli/rank.py trains: the same recorder with the same listeners, checkpoints, and a pulse."""
     here = mesh.start()
     recorder = Recorder(run, here.rank, None)
-    memory = run.path / "memory"
-    memory.mkdir(exist_ok=True)
+    memory = Path(tempfile.mkdtemp(prefix="meshrun-overhead-", dir=MEMORY))
+    atexit.register(shutil.rmtree, memory, ignore_errors=True)
     pulse = Pulse.open(memory, here.rank, 0)
     mesh.listen(pulse.waiting)
     keeping = Keeping(run.checkpoints, memory, parse_interval("auto"))
