@@ -271,12 +271,17 @@ def taken_turns(sides: dict[str, Side], rounds: int, steps: int) -> list[dict[st
 
 def turn(updates: Iterator[Tensor | float], steps: int) -> Turn:
     loss: Tensor | float = 0.0
+    # Each side has the process's generators for itself, as it would in a process of its own.
+    drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()
     dist.barrier()
     began, cpu_began = time.perf_counter(), time.process_time()
     for _ in range(steps):
         loss = next(updates)
     dist.barrier()
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
+    torch.set_rng_state(drawn[0])
+    random.setstate(drawn[1])
+    np.random.set_state(drawn[2])
     shared = torch.tensor([cpu_seconds, float(loss) / RANKS], dtype=torch.float64)
     dist.all_reduce(shared)
     return Turn(seconds, *shared.tolist())
