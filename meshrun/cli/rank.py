@@ -260,29 +260,7 @@ def _train(
     if pulse is not None:
         pulse.sniff = sniff_on(here.device)
     experiment, scale, note = override(make(target, config.options), config)
-    trainer = Trainer(
-        experiment,
-        here,
-        workers=config.workers,
-        prefetch=config.prefetch,
-        eval_every=config.eval_every,
-        lr_scale=scale,
-        weights=run.weights,
-        record=recorder,
-        how=how_of(config),
-        keeping=Keeping(
-            run.checkpoints,
-            memory if config.spare else None,
-            parse_interval(config.checkpoint),
-            config.keep,
-            config.mtbf,
-            here.world.attempt,
-            config.timeout,
-        ),
-        policy=Policy(config.on_nan, config.on_spike, config.spike),
-        life=pulse,
-        record_ids=config.record_ids,
-    )
+    trainer = _trainer(config, run, experiment, scale, recorder, memory, pulse)
     # Each element once, however many ranks hold it.
     parameters = sum(here.gathered(sum(each.parameter.numel() / each.copies for each in trainer.placed.shards)))
     if here.rank == 0:
@@ -310,8 +288,60 @@ def _train(
     if memory is not None:
         # Ends this rank between two steps, so that its state can be left behind.
         signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "stop", True))
+    result = {
+        "run": str(run.path),
+        "world": here.size,
+        "layout": str(here.layout),
+        "device": str(here.device),
+        **_trained(trainer),
+    }
+    result["seconds"] = time.monotonic() - began
+    if here.rank == 0:
+        write_json(run.path / "result.json", result)
+        _draw_report(run, recorder)
+    return result
+
+
+def _trainer(
+    config: RunConfig,
+    run: RunDirectory,
+    experiment: Experiment,
+    lr_scale: float,
+    recorder: Recorder,
+    memory: Path | None,
+    pulse: Pulse | None,
+) -> Trainer:
+    """A trainer as the configuration wants it."""
+    here = mesh.start()
+    return Trainer(
+        experiment,
+        here,
+        workers=config.workers,
+        prefetch=config.prefetch,
+        eval_every=config.eval_every,
+        lr_scale=lr_scale,
+        weights=run.weights,
+        record=recorder,
+        how=how_of(config),
+        keeping=Keeping(
+            run.checkpoints,
+            memory if config.spare else None,
+            parse_interval(config.checkpoint),
+            config.keep,
+            config.mtbf,
+            here.world.attempt,
+            config.timeout,
+        ),
+        policy=Policy(config.on_nan, config.on_spike, config.spike),
+        life=pulse,
+        record_ids=config.record_ids,
+    )
+
+
+def _trained(trainer: Trainer) -> dict[str, Any]:
+    """What it reaches; a training that is cut off leaves its state to who goes on with it."""
     try:
-        reached = trainer.train()
+        return trainer.train()
     except (RuntimeError, RunFailed, KeyboardInterrupt) as error:
         _hear_of_no_reader()
         stopped = isinstance(error, Stopped | KeyboardInterrupt) or has_lost_a_reader(error)
@@ -319,18 +349,6 @@ def _train(
         if trainer.keeper is not None and (stopped or lost):
             trainer.keeper.leave(graceful=stopped)
         raise
-    result = {
-        "run": str(run.path),
-        "world": here.size,
-        "layout": str(here.layout),
-        "device": str(here.device),
-        **reached,
-    }
-    result["seconds"] = time.monotonic() - began
-    if here.rank == 0:
-        write_json(run.path / "result.json", result)
-        _draw_report(run, recorder)
-    return result
 
 
 def _draw_report(run: RunDirectory, recorder: Recorder) -> None:

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from meshrun.errors import UserError
+
 WORTH_A_RESTART = 75
 """Exit status of a rank that lost another one, its device, or its connections: it would go well another time."""
 
@@ -117,6 +119,13 @@ class Seat:
     size: int
     address: str
     port: int
+
+
+def port_refused(port: int, error: OSError) -> UserError:
+    """A sentence for a port that somebody else has."""
+    return UserError(
+        f"port {port} cannot be used on this machine: {error.strerror}; leave --port away to get a free one"
+    )
 
 
 def silent(kind: str, **fields: Any) -> None:

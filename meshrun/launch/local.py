@@ -19,9 +19,21 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import RunFailed
 from meshrun.launch.head import Head, Member, Outcome, Wanted
-from meshrun.launch.job import PARENT, Failure, Interrupted, Job, Seat, Tell, Unwatched, Verdict, Watch, silent
+from meshrun.launch.job import (
+    PARENT,
+    Failure,
+    Interrupted,
+    Job,
+    Seat,
+    Tell,
+    Unwatched,
+    Verdict,
+    Watch,
+    port_refused,
+    silent,
+)
 from meshrun.launch.node import LOOK_EVERY, Node, Stopped
 from meshrun.launch.nodes import Hub, Joined, Left, Said
 from meshrun.launch.nursery import FORKABLE
@@ -131,6 +143,4 @@ def _refuse_used(port: int) -> None:
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            raise UserError(
-                f"port {port} cannot be used on this machine: {error.strerror}; leave --port away to get a free one"
-            ) from None
+            raise port_refused(port, error) from None

@@ -26,7 +26,7 @@ from pathlib import Path
 from meshrun.errors import RunFailed, UserError
 from meshrun.launch import secret
 from meshrun.launch.head import Member, Outcome
-from meshrun.launch.job import Interrupted, Job, Seat, Tell, Verdict, Watch
+from meshrun.launch.job import Interrupted, Job, Seat, Tell, Verdict, Watch, port_refused
 from meshrun.launch.node import LOOK_EVERY, Node, Stopped
 from meshrun.launch.ranks import Ended, Gone, Nursery, Stop
 from meshrun.launch.wire import Document, Wire
@@ -80,9 +80,7 @@ class Hub:
         try:
             self._server = socket.create_server(("", port))
         except OSError as error:
-            raise UserError(
-                f"port {port} cannot be used on this machine: {error.strerror}; leave --port away to get a free one"
-            ) from None
+            raise port_refused(port, error) from None
         self._server.setblocking(False)
         self.port: int = self._server.getsockname()[1]
         self._run, self._secret = run, secret.make(run)

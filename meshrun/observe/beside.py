@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from meshrun.observe.aside import Aside
 from meshrun.observe.hang import Finding
 from meshrun.observe.pulse import PulseView
 from meshrun.observe.watch import Watcher
@@ -24,7 +24,7 @@ LATE = 4.0
 EVERY = 0.25
 
 
-class Beside:
+class Beside(Aside):
     """A watcher in a thread of this rank."""
 
     def __init__(
@@ -37,18 +37,9 @@ class Beside:
         end: bool,
     ) -> None:
         """`end`: kill the rank that is found guilty, so that whoever started the ranks sees that one is lost."""
+        super().__init__("watcher")
         self._watcher, self._memory, self._ranks, self._generation = watcher, memory, local_ranks, generation
         self._found, self._end = found, end
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
-
-    def __enter__(self) -> Beside:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
 
     def _run(self) -> None:
         while len(pids := self._pids()) < self._ranks:

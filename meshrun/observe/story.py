@@ -9,7 +9,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from pathlib import Path
 from typing import TextIO
@@ -17,6 +16,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from meshrun.observe.aside import Aside
 from meshrun.observe.events import Event, Follower
 
 LINE_EVERY = 10.0
@@ -132,23 +132,14 @@ def _scores(scores: dict[str, float]) -> str:
     return "  ".join([*shown, f"({scores['count']:,.0f} counted)"])
 
 
-class Follow:
+class Follow(Aside):
     """Tells a story from rank 0's events and log while they are written; what an earlier start wrote is known."""
 
     def __init__(self, story: Story, events: Path, log: Path) -> None:
+        super().__init__("story")
         self._story, self._events, self._log = story, Follower(events), Follower(log)
         for file in (self._events, self._log):
             file.new_lines()
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="story", daemon=True)
-
-    def __enter__(self) -> Follow:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
 
     def _run(self) -> None:
         over = False

@@ -154,7 +154,7 @@ class Keeper:
             self._neighbour.wait()
         self._report()
         self._moment = moment(trainer)
-        self._stall = self.saver.snapshot(regions(trainer, self._moment), trainer.step, self._values())
+        self._stall = self._snapshot()
         self.saver.begin()
         self._saved, self._saved_at = trainer.step, time.monotonic()
         self._cost = self._saved_at - began
@@ -170,12 +170,16 @@ class Keeper:
             trainer.at("saving")
             trainer.settle()
             self._moment = moment(trainer)
-            self.saver.snapshot(regions(trainer, self._moment), trainer.step, self._values())
+            self._snapshot()
             if self._neighbour is not None and self.saver.index is not None:
                 self._neighbour.send(self.saver.index)
             self._copy_cost = time.monotonic() - began
         self._copied = trainer.step, time.monotonic()
         self._spare_at = trainer.step + max(1, math.ceil(cost / (SPARE_SHARE * max(pace, 1e-4))))
+
+    def _snapshot(self) -> float:
+        """Copy the state of the moment that was remembered last; returns how long that took."""
+        return self.saver.snapshot(regions(self.trainer, self._moment), self._moment.step, self._values())
 
     @property
     def _busy(self) -> bool:
@@ -240,7 +244,7 @@ class Keeper:
             return
         self.saver.wait()
         self.saver.timeout = LAST_SAVE
-        self.saver.snapshot(regions(self.trainer, self._moment), self._moment.step, self._values())
+        self._snapshot()
         self.saver.begin()
         self.saver.wait()
         self._report()
