@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import tempfile
 import tomllib
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from meshrun.errors import UserError
 
 FORMAT = 1
 RUNS = Path("runs")
+UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
 
@@ -83,6 +85,8 @@ class RunConfig:
     threads: int | None = option(None, "Computing threads a rank; its share of the cores when absent.")
     port: int | None = option(None, "Port of the local rendezvous; a free one when absent.")
     timeout: float = option(600.0, "Seconds that a rank waits for the others before it gives up.")
+    deadline: str = option("auto", "When to stop in time: auto asks Slurm, a time from now (90s, 10min, 2h), or none.")
+    site: str | None = option(None, "Site whose rules for addresses and networks hold (meshrun sites).")
     name: str | None = option(None, "Name of the run; the target's when absent.")
     runs: Path = option(RUNS, "Folder that run directories are made in.")
     tensorboard: bool = option(True, "Write TensorBoard scalars where tensorboard is installed.")
@@ -100,6 +104,11 @@ class RunConfig:
                 raise UserError(f"{name} is {value}; it must be above 0 {unit} (--{name.replace('_', '-')})")
         if self.port is not None and not 0 < self.port < 65536:
             raise UserError(f"port is {self.port}; it must be between 1 and 65535 (--port)")
+        if self.deadline not in ("auto", "none") and seconds_in(self.deadline) is None:
+            raise UserError(
+                f"deadline is {self.deadline!r}; it must be auto, none, or a time from now such as 90s, 10min or 2h "
+                f"(--deadline)"
+            )
         if self.name is not None and (not self.name or "/" in self.name or self.name.startswith(".")):
             raise UserError(f"name is {self.name!r}; it must be a plain file name (--name)")
 
@@ -118,6 +127,14 @@ class RunConfig:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunConfig:
         return cls(**{**values, "runs": Path(values["runs"]), "arguments": tuple(values["arguments"])})
+
+
+def seconds_in(text: str) -> float | None:
+    """A time such as 90s, 10min or 2h in seconds; None for what is none."""
+    words = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
+    if words is None or words[2] not in UNITS or not float(words[1]):
+        return None
+    return float(words[1]) * UNITS[words[2]]
 
 
 def option_fields() -> list[dataclasses.Field[Any]]:

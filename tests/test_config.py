@@ -56,6 +56,8 @@ FULL = RunConfig(
     threads=2,
     port=4000,
     timeout=12.5,
+    deadline="90s",
+    site="juwels-booster",
     name="mine",
     runs=Path("some/where"),
     tensorboard=False,
@@ -69,6 +71,18 @@ def test_every_field_comes_back_from_config_json(tmp_path: Path):
     for config in (FULL, defaults):
         run = RunDirectory.create(dataclasses.replace(config, runs=tmp_path))
         assert RunDirectory(run.path).config() == dataclasses.replace(config, runs=tmp_path)
+
+
+def test_a_config_json_from_before_there_was_an_option_is_read_with_its_default():
+    values = FULL.to_json()
+    del values["deadline"], values["site"]
+    assert RunConfig.from_json(values) == dataclasses.replace(FULL, deadline="auto", site=None)
+
+
+@pytest.mark.parametrize("text", ["", "soon", "10", "0s", "-5min", "1.5 parsecs"])
+def test_a_deadline_that_is_no_time_is_refused(text: str):
+    with pytest.raises(UserError, match=r"deadline is .*such as 90s, 10min or 2h \(--deadline\)"):
+        RunConfig(target="digits", deadline=text)
 
 
 def test_config_json_holds_what_was_asked_for_and_what_it_came_to(tmp_path: Path):

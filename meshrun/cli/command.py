@@ -37,7 +37,7 @@ SHADOWABLE = ("steps", "epochs", "batch", "micro", "seed", "clip", "precision")
 """Options of a run that an experiment function may have as parameters of its own, which then get the value."""
 FOR_SCRIPTS = (
     *("procs", "layout", "device", "backend", "threads", "port", "timeout", "name", "runs", "restarts"),
-    *("nodes", "join"),
+    *("nodes", "join", "site"),
 )
 """Options of a run that make sense for a plain script; all other words are the script's."""
 OF_VERIFY = [
@@ -62,7 +62,7 @@ NOT_FOR_VERIFY = (
     *("procs", "layout", "epochs", "eval_every", "workers", "prefetch", "port", "name", "runs", "tensorboard"),
     *("steps", "timeout", "allow_tp_across_nodes", "compress"),
     *("checkpoint", "keep", "mtbf", "spare", "restarts", "on_hang", "hang_after", "on_nan", "on_spike", "spike"),
-    *("record_ids", "nodes", "join"),
+    *("record_ids", "nodes", "join", "deadline", "site"),
 )
 """Options of a run that `verify` decides by itself, or has with other defaults; compression changes numbers."""
 OF_CHAOS = [
@@ -73,7 +73,7 @@ OF_CHAOS = [
 ]
 NOT_FOR_CHAOS = (
     *("seed", "keep", "port", "name", "runs", "tensorboard", "timeout"),
-    *("restarts", "on_hang", "record_ids", "spare", "nodes", "join"),
+    *("restarts", "on_hang", "record_ids", "spare", "nodes", "join", "deadline", "site"),
 )
 """Options of a run that `chaos` decides by itself, or has with another meaning."""
 

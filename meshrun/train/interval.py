@@ -9,9 +9,9 @@ Saving costs time in every interval; a failure costs half an interval on average
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import dataclass
 
+from meshrun.config import seconds_in
 from meshrun.errors import UserError
 
 LONGEST = 900.0
@@ -19,8 +19,6 @@ LONGEST = 900.0
 SHORTEST = 2.0
 FIRST = 30.0
 """Seconds before the first checkpoint of `auto`, whose cost is not yet known."""
-
-_UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 
 
 @dataclass(frozen=True)
@@ -39,15 +37,13 @@ class Every:
 
 
 def parse(text: str) -> Every:
-    words = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip().lower())
+    word = text.strip()
     if text in ("auto", "none"):
         return Every(never=text == "none")
-    if words is not None:
-        number, unit = float(words[1]), words[2]
-        if not unit and number >= 1 and number == int(number):
-            return Every(steps=int(number))
-        if unit in _UNITS and number > 0:
-            return Every(given=number * _UNITS[unit])
+    if word.isdecimal() and word.isascii() and int(word) >= 1:
+        return Every(steps=int(word))
+    if (given := seconds_in(word)) is not None:
+        return Every(given=given)
     raise UserError(
         f"checkpoint is {text!r}; it must be auto, none, a number of steps such as 500, or a time such as 10min or 90s "
         f"(--checkpoint)"
