@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshrun.data.staging import Stage, staged
     from meshrun.errors import RunFailed, UserError
     from meshrun.experiment import Experiment, Loss, Schedule
     from meshrun.mesh import Here, finish, start
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "meshrun.data.staging": ("Stage", "staged"),
     "meshrun.errors": ("RunFailed", "UserError"),
     "meshrun.experiment": ("Experiment", "Loss", "Schedule"),
     "meshrun.mesh": ("Here", "finish", "start"),
@@ -36,6 +38,7 @@ __all__ = [
     "Loss",
     "RunFailed",
     "Schedule",
+    "Stage",
     "Trainer",
     "Update",
     "UserError",
@@ -49,6 +52,7 @@ __all__ = [
     "replicate",
     "save0",
     "shard",
+    "staged",
     "start",
     "token_cross_entropy",
 ]

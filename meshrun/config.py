@@ -25,6 +25,7 @@ from meshrun.errors import UserError
 
 FORMAT = 1
 RUNS = Path("runs")
+DATA = Path("data")
 UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
@@ -89,6 +90,7 @@ class RunConfig:
     site: str | None = option(None, "Site whose rules for addresses and networks hold (meshrun sites).")
     name: str | None = option(None, "Name of the run; the target's when absent.")
     runs: Path = option(RUNS, "Folder that run directories are made in.")
+    data: Path = option(DATA, "Folder that staged files are found in, a folder a target (meshrun stage).")
     tensorboard: bool = option(True, "Write TensorBoard scalars where tensorboard is installed.")
 
     def __post_init__(self) -> None:
@@ -122,11 +124,12 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         values = {name.name: getattr(self, name.name) for name in dataclasses.fields(self)}
-        return {**values, "runs": str(self.runs), "arguments": list(self.arguments)}
+        return {**values, "runs": str(self.runs), "data": str(self.data), "arguments": list(self.arguments)}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunConfig:
-        return cls(**{**values, "runs": Path(values["runs"]), "arguments": tuple(values["arguments"])})
+        data = Path(values.get("data", DATA))  # absent in what was written before there was such a folder
+        return cls(**{**values, "runs": Path(values["runs"]), "data": data, "arguments": tuple(values["arguments"])})
 
 
 def seconds_in(text: str) -> float | None:

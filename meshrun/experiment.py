@@ -114,8 +114,12 @@ class Experiment:
     """The modules that the model applies in order: where it may be cut and sharded."""
     tensor_plan: Mapping[str, str] | None = None
     """How parameters are split over tensor-parallel ranks, by name."""
-    stage_data: Callable[[], Any] | None = None
-    """Fetches what the training needs, on a machine with internet."""
+    stage_data: Callable[..., Any] | None = None
+    """Fetches what the training needs, where there is internet (`meshrun stage`); may take a `Stage` as its argument.
+
+    Data that the experiment itself reads when it is built must be there first: a function `stage_data(stage)` beside
+    `experiment` in the same file is found without building it, and wins.
+    """
 
     def __post_init__(self) -> None:
         for name in ("model", "loss", "optimizer"):

@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"world", "errors", "config"},
     "mesh": {"world", "layout", "errors"},
     "parallel": AXES_AND_STATE,
-    "data": AXES_AND_STATE,
+    "data": AXES_AND_STATE | {"config"},  # staging writes its files like the run directory's, and knows where they lie
     "state": AXES_AND_STATE,
     "train": GROUND | {"world", "plan", "observe", "launch", "mesh", "parallel", "data", "state"},
 }

@@ -60,6 +60,7 @@ FULL = RunConfig(
     site="juwels-booster",
     name="mine",
     runs=Path("some/where"),
+    data=Path("some/where/else"),
     tensorboard=False,
 )
 
@@ -75,8 +76,8 @@ def test_every_field_comes_back_from_config_json(tmp_path: Path):
 
 def test_a_config_json_from_before_there_was_an_option_is_read_with_its_default():
     values = FULL.to_json()
-    del values["deadline"], values["site"]
-    assert RunConfig.from_json(values) == dataclasses.replace(FULL, deadline="auto", site=None)
+    del values["deadline"], values["site"], values["data"]
+    assert RunConfig.from_json(values) == dataclasses.replace(FULL, deadline="auto", site=None, data=Path("data"))
 
 
 @pytest.mark.parametrize("text", ["", "soon", "10", "0s", "-5min", "1.5 parsecs"])

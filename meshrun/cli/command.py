@@ -33,7 +33,7 @@ GENERAL = [
     Option("json", bool, False, "Print one JSON document on standard output, nothing else."),
     Option("debug", bool, False, "Show tracebacks."),
 ]
-SHADOWABLE = ("steps", "epochs", "batch", "micro", "seed", "clip", "precision")
+SHADOWABLE = ("steps", "epochs", "batch", "micro", "seed", "clip", "precision", "data")
 """Options of a run that an experiment function may have as parameters of its own, which then get the value."""
 FOR_SCRIPTS = (
     *("procs", "layout", "device", "backend", "threads", "port", "timeout", "name", "runs", "restarts"),
@@ -76,6 +76,7 @@ NOT_FOR_CHAOS = (
     *("restarts", "on_hang", "record_ids", "spare", "nodes", "join", "deadline", "site"),
 )
 """Options of a run that `chaos` decides by itself, or has with another meaning."""
+OF_STAGE = [Option("verify", bool, False, "Fetch nothing; check that all is as it was staged.")]
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,12 @@ def parse_chaos(words: list[str]) -> Asked | None:
     of_run = [each for each in run_options() if each.name not in NOT_FOR_CHAOS]
     beyond = tuple(each.name for each in OF_CHAOS)
     return _parse(Command("chaos", "Strike faults into runs of", [*OF_CHAOS, *of_run], beyond=beyond), words)
+
+
+def parse_stage(words: list[str]) -> Asked | None:
+    """Read the words after `stage`; None when they only asked for help."""
+    of_run = [each for each in run_options() if each.name == "data"]
+    return _parse(Command("stage", "Fetch the data of", [*OF_STAGE, *of_run], beyond=("verify",)), words)
 
 
 def parse_resume(words: list[str]) -> Asked | None:

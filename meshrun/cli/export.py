@@ -119,7 +119,7 @@ def _about(folder: Path) -> About:
         return About(note=f"{folder} is in no run directory: tied weights and config.json are not known")
     config = RunDirectory(run).config()
     try:
-        model = _model(make(find(config.target), config.options).model)
+        model = _model(make(find(config.target), config.options, config.data).model)
     except Exception as error:
         # The weights are all there; the program may need a machine, or files, that are not here.
         return About(note=f"the model of {config.target} cannot be built here ({error}): config.json is not written")

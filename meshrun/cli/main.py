@@ -18,7 +18,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from meshrun import __version__
-from meshrun.cli.command import Asked, invoke, parse_chaos, parse_resume, parse_run, parse_verify
+from meshrun.cli.command import Asked, invoke, parse_chaos, parse_resume, parse_run, parse_stage, parse_verify
 from meshrun.cli.export import export_command
 from meshrun.cli.inspect import inspect_command
 from meshrun.cli.target import recipes
@@ -57,6 +57,12 @@ def chaos(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
 def resume(run: Annotated[str, typer.Argument(metavar="RUN")]) -> None:
     """Go on with a run, on any mesh, from its newest checkpoint."""
     del run  # as `run`
+
+
+@app.command()
+def stage(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
+    """Fetch the data of a training where there is internet, for jobs that have none."""
+    del target  # as `run`
 
 
 app.command("export")(export_command)
@@ -131,6 +137,8 @@ def _dispatch(words: list[str]) -> int:
             return _verify(rest)
         case ["chaos", *rest]:
             return _chaos(rest)
+        case ["stage", *rest]:
+            return _stage(rest)
         case _:
             return int(invoke(app, words or ["--help"]) or 0)
     return 0
@@ -159,6 +167,15 @@ def _chaos(words: list[str]) -> int:
     from meshrun.cli.chaos import chaos_command
 
     return chaos_command(asked)
+
+
+def _stage(words: list[str]) -> int:
+    asked = _parsed(parse_stage, words)
+    if asked is None:
+        return 0
+    from meshrun.cli.stage import stage_command
+
+    return stage_command(asked)
 
 
 def _run(words: list[str]) -> int:

@@ -27,9 +27,10 @@ import torch
 
 import meshrun
 from meshrun import mesh
-from meshrun.cli.target import Target, find, make
+from meshrun.cli.target import Target, find, make, place_of
 from meshrun.config import RunConfig, RunDirectory, write_json, write_whole
 from meshrun.data.loader import has_lost_a_reader
+from meshrun.data.staging import use
 from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.experiment import Experiment
 from meshrun.launch.job import WORTH_A_RESTART
@@ -247,6 +248,7 @@ def _said_elsewhere(
 def run_script(config: RunConfig, target: Target) -> None:
     """Run a plain script as if Python had been given it; `meshrun.start()` in it finds this rank's place."""
     mesh.use(_meeting(config))
+    use(place_of(target, {}, config.data))
     sys.argv = [str(target.path), *config.arguments]
     sys.path.insert(0, str(target.path.parent))
     runpy.run_path(str(target.path), run_name="__main__")
@@ -259,7 +261,7 @@ def _train(
     here = start_rank(config)
     if pulse is not None:
         pulse.sniff = sniff_on(here.device)
-    experiment, scale, note = override(make(target, config.options), config)
+    experiment, scale, note = override(make(target, config.options, config.data), config)
     trainer = _trainer(config, run, experiment, scale, recorder, memory, pulse)
     # Each element once, however many ranks hold it.
     parameters = sum(here.gathered(sum(each.parameter.numel() / each.copies for each in trainer.placed.shards)))

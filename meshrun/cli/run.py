@@ -218,7 +218,7 @@ def _check_before_start(asked: Asked) -> None:
         from meshrun.cli.rank import how_of, override
         from meshrun.train.loop import refuse
 
-        refuse(override(make(target, config.options), config)[0], layout, how_of(config))
+        refuse(override(make(target, config.options, config.data), config)[0], layout, how_of(config))
     if config.device == "cuda" and config.backend != "gloo":
         import torch
 

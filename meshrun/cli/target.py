@@ -14,6 +14,7 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from typing import Any
 
 import meshrun.recipes
 from meshrun.cli.options import options_of
+from meshrun.config import DATA
+from meshrun.data.staging import Place, missing_of, use
 from meshrun.errors import UserError
 from meshrun.experiment import Experiment
 
@@ -118,18 +121,41 @@ def _entry_of(path: Path) -> str | None:
     return None
 
 
-def make(target: Target, given: dict[str, Any]) -> Experiment:
-    """Call the experiment function with the options given, as config.json holds them."""
+def make(target: Target, given: dict[str, Any], data: Path = DATA) -> Experiment:
+    """Call the experiment function with the options given, as config.json holds them; staged files lie in `data`."""
+    use(place_of(target, given, data))
     function = target.function()
-    known = {option.name: option for option in options_of(function)}
-    values = {name: known[name].from_document(value) for name, value in given.items()}
     try:
-        made = function(**values)
+        made = function(**values_of(function, given))
     except FileNotFoundError as error:
         missing = error.filename or error
         raise UserError(f"{target.entry}() of {target.label} needs {str(missing)!r}, which does not exist") from error
+    except Exception as error:
+        if offline := missing_of(error):
+            raise UserError(offline) from error
+        raise
     if not isinstance(made, Experiment):
         raise UserError(
             f"{target.entry}() of {target.label} returned {type(made).__name__}; it must return an Experiment"
         )
     return made
+
+
+def values_of(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a function from options as config.json holds them."""
+    known = {option.name: option for option in options_of(function)}
+    return {name: known[name].from_document(value) for name, value in given.items()}
+
+
+def place_of(target: Target, given: dict[str, Any], data: Path) -> Place:
+    """Where the files of a target are staged, and the command for it."""
+    words = ["meshrun", "stage", target.text]
+    for name, value in given.items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{flag}" if value else f"--no-{flag}")
+        elif value is not None:
+            words.append(f"--{flag}={','.join(map(str, value)) if isinstance(value, list) else value}")
+    if data != DATA:
+        words += ["--data", str(data)]
+    return Place(data / target.path.stem, shlex.join(words))

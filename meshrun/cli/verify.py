@@ -162,7 +162,7 @@ def _verify(asked: Asked, layouts: list[Layout] | None, tolerance: float, folder
     from meshrun.parallel.build import demands_of
 
     config = replace(asked.config, runs=folder)
-    experiment, _, _ = override(make(asked.target, config.options), config)
+    experiment, _, _ = override(make(asked.target, config.options, config.data), config)
     demands = demands_of(experiment)
     left_out: dict[str, str] = {}
     if layouts is None:
@@ -399,7 +399,7 @@ def probe_command(folder: Path, launcher: int) -> None:
     recorder = Recorder(run, rank, None)
     try:
         here = start_rank(config)
-        experiment, scale, _ = override(make(find(config.target), config.options), config)
+        experiment, scale, _ = override(make(find(config.target), config.options, config.data), config)
         probe(experiment, here, Probing(run.path, how_of(config), scale, recorder))
         mesh.finish()
         recorder.close()
