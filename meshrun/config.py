@@ -228,6 +228,24 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    @property
+    def stop_file(self) -> Path:
+        """Whoever makes it asks the run to stop in time."""
+        return self.path / "stop"
+
+    @property
+    def stopped_file(self) -> Path:
+        """Why and after which step the run has stopped in time; not there while it trains or after it has ended."""
+        return self.path / "stopped.json"
+
+    def stopped(self) -> dict[str, Any] | None:
+        """What `stopped_file` holds: step, why, time, of (how many steps), saved, and the result that was reached."""
+        try:
+            found: dict[str, Any] = json.loads(self.stopped_file.read_text())
+        except (OSError, ValueError):
+            return None
+        return found
+
     def memory_of(self, node: int | str) -> Path:
         """A folder in a node's own memory for this run: what survives a lost process, and not the node."""
         return self.memories / f"node-{node}"
