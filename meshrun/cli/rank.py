@@ -30,7 +30,7 @@ from meshrun import mesh
 from meshrun.cli.target import Target, find, make, place_of
 from meshrun.config import RunConfig, RunDirectory, write_json, write_whole
 from meshrun.data.loader import has_lost_a_reader
-from meshrun.data.staging import use
+from meshrun.data.staging import missing_of, use
 from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.experiment import Experiment
 from meshrun.launch.job import WORTH_A_RESTART
@@ -82,9 +82,8 @@ class Recorder:
             with log.open("a") as file:
                 traceback.print_exception(error, file=file)
             step = f" at step {self.step + 1}" if self.step else ""
-            sentence = (
-                f"rank {rank} on {host} failed{step}: {type(error).__name__}: {str(error).strip() or 'no message'}"
-            )
+            said = missing_of(error) or f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+            sentence = f"rank {rank} on {host} failed{step}: {said}"
             lines = _last_lines(error)
         by_user, secondary = isinstance(error, UserError), isinstance(error, mesh.PeerLost)
         about = {"rank": rank, "host": host, "step": self.step, "by_user": by_user, "secondary": secondary}
