@@ -39,11 +39,21 @@ bench: setup
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/restart.py
 
-# The tests also run under the real Open MPI and MPICH. Where they cannot be installed, those tests say so and are skipped.
+# The tests also run under the real Slurm, Open MPI and MPICH. Where these cannot be installed, tests say so and are skipped.
+# Nothing may start by itself: the tests start their own daemons, on virtual nodes.
+OF_LAUNCHERS := mpirun.openmpi=openmpi-bin mpiexec.hydra=mpich slurmctld=slurmctld slurmd=slurmd sbatch=slurm-client \
+	munged=munge ip=iproute2 shellcheck=shellcheck
+DO_NOT_START := /usr/sbin/policy-rc.d
+
 launchers:
-	@if command -v mpirun.openmpi mpiexec.hydra >/dev/null; then :; \
+	@missing=; for each in $(OF_LAUNCHERS); do \
+		command -v "$${each%=*}" >/dev/null || missing="$$missing $${each#*=}"; done; \
+	if [ -z "$$missing" ]; then :; \
 	elif [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
-		echo "installing Open MPI and MPICH"; \
-		(apt-get update -qq && apt-get install -y -qq --no-install-recommends openmpi-bin mpich) >/dev/null 2>&1 \
-			|| echo "Open MPI and MPICH could not be installed; their tests will be skipped"; \
-	else echo "no Open MPI and MPICH here, and no right to install them: their tests will be skipped"; fi
+		echo "installing$$missing"; \
+		[ -e $(DO_NOT_START) ] || { trap 'rm -f $(DO_NOT_START)' EXIT; \
+			printf '#!/bin/sh\nexit 101\n' >$(DO_NOT_START) && chmod +x $(DO_NOT_START); }; \
+		(apt-get update -qq && DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 \
+			apt-get install -y -qq --no-install-recommends $$missing) >/dev/null 2>&1 \
+			|| echo "could not be installed:$$missing; tests that need them will be skipped"; \
+	else echo "not here, and no right to install them:$$missing; tests that need them will be skipped"; fi

@@ -33,7 +33,7 @@ from meshrun.errors import RunFailed, UserError
 
 IDLE_S = 60.0
 """Seconds for Slurm to have all nodes back: it asks silent ones every 27 s or so."""
-ENDING_S = 3.0
+ENDING_S = 1.0
 """Seconds that a cluster may take to vanish whose maker was killed."""
 STATES = ("sinfo", "-h", "-N", "-o", "%N %T")
 ACTIONS = "down mend cut heal rate power-off power-on kill-slurmd start-slurmd restart-slurmd restart-slurmctld"

@@ -68,12 +68,11 @@ def test_what_the_partitions_do_not_allow_is_refused(cluster: Cluster, tmp_path:
 
 
 def test_a_cut_node_hears_nothing_until_it_is_healed(cluster: Cluster):
-    ping = ["ping", "-c1", "-W1", "n2"]
-    assert cluster.run("n1", ping).returncode == 0
+    assert reaches(cluster, "n1", "n2")
     cluster.cut("n2")
-    assert cluster.run("n1", ping).returncode != 0 and cluster.state()["n2"].cut
+    assert not reaches(cluster, "n1", "n2") and cluster.state()["n2"].cut
     cluster.heal("n2")
-    assert cluster.run("n1", ping).returncode == 0 and not cluster.state()["n2"].cut
+    assert reaches(cluster, "n1", "n2") and not cluster.state()["n2"].cut
 
 
 SEND = """
@@ -109,6 +108,11 @@ cluster.up()
 print("up", flush=True)
 time.sleep(99)
 """
+
+
+def reaches(cluster: Cluster, node: str, other: str) -> bool:
+    """Whether a node can talk to the slurmd of another one."""
+    return cluster.run(node, ["timeout", "0.5", "bash", "-c", f": </dev/tcp/{other}/6818"]).returncode == 0
 
 
 def listening(cluster: Cluster, node: str, program: str) -> subprocess.Popen[str]:
@@ -159,24 +163,13 @@ def test_a_job_lives_on_while_daemons_are_started_anew(cluster: Cluster, tmp_pat
     assert (ended.state, ended.restarts, ended.log) == ("COMPLETED", 0, "done\n")
 
 
-def test_a_requeued_job_starts_again_within_seconds(cluster: Cluster, tmp_path: Path):
-    job = sbatch(cluster, '[ -n "$SLURM_RESTART_COUNT" ] || sleep 99; echo again', tmp_path)
-    until(cluster, job, "RUNNING")
-    begun = time.monotonic()
-    cluster.run("ctl", ["scontrol", "requeue", job.id], check=True)
-    ended = wait(cluster, job)
-    assert (ended.state, ended.restarts, ended.log.splitlines()[-1]) == ("COMPLETED", 1, "again")
-    assert time.monotonic() - begun < 20
-
-
 def test_two_clusters_know_nothing_of_each_other(cluster: Cluster, tmp_path: Path):
     with Cluster(tmp_path / "other", nodes=2, gpus=0, networks=2, name="other") as other:
         assert "other" in other.run("ctl", ["scontrol", "show", "config"]).stdout.partition("ClusterName")[2][:40]
         sbatch(other, "sleep 99", tmp_path)
         assert cluster.run("ctl", ["squeue", "-h"]).stdout == ""
-        assert cluster.run("n1", ["ping", "-c1", "-W1", "n3"]).returncode == 0
-        assert other.run("n1", ["ping", "-c1", "-W1", "n3"]).returncode != 0
-        assert other.run("n1", ["ping", "-c1", "-W1", "n2s"]).returncode == 0
+        assert reaches(cluster, "n1", "n3") and not reaches(other, "n1", "n3")
+        assert reaches(other, "n1", "n2s")
         with pytest.raises(UserError, match="there is a cluster in"):
             Cluster(tmp_path / "other").up()
 
