@@ -8,6 +8,7 @@ attempt goes on from there if the server still has the same file, and begins ane
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import hashlib
@@ -148,11 +149,11 @@ def _attempt(url: str, part: Path, note: Path, told: Told) -> Sum:
     import urllib.request  # here, since `meshrun --help` reads this file and must be quick
 
     had = _had(part, note)
-    headers = {"User-Agent": "meshrun", "Accept-Encoding": "identity"}
+    headers = {"User-Agent": "meshrun", "Accept-Encoding": "identity", **_credentials(url)}
     if had:
         headers |= {"Range": f"bytes={part.stat().st_size}-", "If-Range": had}
     try:
-        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=PATIENCE) as answer:
+        with urllib.request.urlopen(urllib.request.Request(_bare(url), headers=headers), timeout=PATIENCE) as answer:
             return _received(answer, url, part, note, told)
     except urllib.error.HTTPError as error:
         if error.code == 416:  # what lies here is not the beginning of what is there
@@ -168,6 +169,20 @@ def _attempt(url: str, part: Path, note: Path, told: Told) -> Sum:
         raise _CutOff(str(getattr(error.reason, "strerror", None) or error.reason)) from error
     except (http.client.HTTPException, ConnectionError, TimeoutError) as error:
         raise _CutOff(str(error) or type(error).__name__) from error
+
+
+def _bare(url: str) -> str:
+    """An address without the user's name and password, which Python would take for a part of the host's name."""
+    parts = urllib.parse.urlsplit(url)
+    return urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def _credentials(url: str) -> dict[str, str]:
+    parts = urllib.parse.urlsplit(url)
+    if parts.username is None:
+        return {}
+    both = ":".join(urllib.parse.unquote(each or "") for each in (parts.username, parts.password))
+    return {"Authorization": f"Basic {base64.b64encode(both.encode()).decode()}"}
 
 
 def _chunks(answer: Any) -> Iterator[bytes]:

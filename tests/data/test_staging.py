@@ -1,0 +1,425 @@
+"""Staged files are whole, are found again, and are missed in a sentence that says how to get them."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import io
+import json
+import os
+import socket
+import subprocess
+import sys
+import urllib.error
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from meshrun import mesh
+from meshrun.cli.main import main
+from meshrun.data import download, staging
+from meshrun.data.staging import Place, Stage, missing_of, read_list, staged, use, verified
+from meshrun.errors import RunFailed, UserError
+from tests.data.server import Server
+from tests.launch.command import MODULE, Ended, meshrun
+
+FETCHED = str(Path(__file__).parent / "programs" / "fetched.py")
+FILE = bytes(range(256)) * 64
+
+
+def points() -> bytes:
+    x = np.linspace(0, 1, 20, dtype=np.float32)
+    written = io.BytesIO()
+    np.save(written, np.stack([x, np.ones_like(x), 2 * x], axis=1))
+    return written.getvalue()
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    with Server({"a.bin": FILE, "points.npy": points()}) as made:
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(download, "PAUSE", 0.01)
+    yield
+    monkeypatch.setattr(staging, "_place", None)
+
+
+class Heard:
+    """Keeps what a person would see."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.begun: list[tuple[str, int, int | None]] = []
+
+    def begin(self, what: str, done: int, total: int | None) -> None:
+        self.begun.append((what, done, total))
+
+    def advance(self, count: int) -> None: ...
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+
+class Refused(Heard):
+    """Has the server refuse the next try."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.server = server
+
+    def line(self, text: str) -> None:
+        super().line(text)
+        self.server.statuses = [403]
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Ended]:
+    """Runs a command line in this process: importing torch once is enough."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def called(*words: object) -> Ended:
+        with pytest.raises(SystemExit) as ended:
+            main(list(map(str, words)))
+        said = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        mesh.finish()
+        return Ended(ended.value.code, said.out, said.err)
+
+    return called
+
+
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def test_a_download_is_whole_and_written_down(tmp_path: Path, server: Server):
+    stage = Stage(tmp_path)
+    path = stage.download(f"{server.url}/a.bin?token=secret", sha256=sha256(FILE).upper())
+    assert path == tmp_path / "a.bin" and path.read_bytes() == FILE
+    (found,) = read_list(tmp_path).values()
+    assert (found.name, found.size, found.sha256, found.url) == (
+        "a.bin",
+        len(FILE),
+        sha256(FILE),
+        f"{server.url}/a.bin",
+    )
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["a.bin", "staged.json"]
+
+
+def test_a_name_and_password_are_given_and_not_written_down(tmp_path: Path, server: Server):
+    Stage(tmp_path).download(f"{server.url}/a.bin".replace("://", "://me:se%20cret@"))
+    assert server.authorization == "Basic bWU6c2UgY3JldA=="
+    assert "cret" not in (tmp_path / "staged.json").read_text()
+
+
+def test_staging_again_fetches_only_what_is_wrong(tmp_path: Path, server: Server):
+    server.files["b.bin"] = b"b" * 1000
+    for _ in range(2):
+        stage = Stage(tmp_path)
+        for name in ("a.bin", "b.bin"):
+            stage.download(f"{server.url}/{name}")
+    assert len(server.asked) == 2 and stage.kept == ["a.bin", "b.bin"]
+    (tmp_path / "b.bin").write_bytes(b"c" * 1000)
+    assert verified(tmp_path) == [f"{tmp_path / 'b.bin'} has another checksum than when it was staged"]
+    stage = Stage(tmp_path)
+    for name in ("a.bin", "b.bin"):
+        stage.download(f"{server.url}/{name}")
+    assert (stage.kept, stage.brought) == (["a.bin"], ["b.bin"])
+    assert not verified(tmp_path)
+
+
+def test_a_download_that_is_cut_off_goes_on_where_it_was(tmp_path: Path, server: Server):
+    server.cut_after = 5000
+    heard = Heard()
+    Stage(tmp_path, heard).download(f"{server.url}/a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == FILE
+    assert server.asked == [("a.bin", None), ("a.bin", "bytes=5000-")]
+    assert (
+        f"{server.url}/a.bin: the connection ended after 5,000 of 16,384 bytes; trying again in 0.01 s" in heard.lines
+    )
+    assert ("a.bin", 5000, len(FILE)) in heard.begun
+
+
+def test_a_later_staging_goes_on_with_what_an_earlier_one_had(tmp_path: Path, server: Server):
+    server.cut_after, server.statuses = 5000, []
+    part = tmp_path / ".a.bin.part"
+    with pytest.raises(RunFailed, match="answers 403"):
+        Stage(tmp_path, Refused(server)).download(f"{server.url}/a.bin")
+    assert part.read_bytes() == FILE[:5000] and not read_list(tmp_path)
+    Stage(tmp_path).download(f"{server.url}/a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == FILE and server.asked[-1] == ("a.bin", "bytes=5000-")
+
+
+def test_the_beginning_of_another_file_is_thrown_away(tmp_path: Path, server: Server):
+    (tmp_path / ".a.bin.part").write_bytes(b"old")
+    (tmp_path / ".a.bin.part.json").write_text(json.dumps({"url": "…", "same": '"another"'}))
+    Stage(tmp_path).download(f"{server.url}/a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == FILE
+
+
+def test_a_beginning_that_was_damaged_is_fetched_again_where_the_sum_is_known(tmp_path: Path, server: Server):
+    server.cut_after = 5000
+    with pytest.raises(RunFailed, match="answers 403"):
+        Stage(tmp_path, Refused(server)).download(f"{server.url}/a.bin")
+    (tmp_path / ".a.bin.part").write_bytes(b"?" * 5000)
+    Stage(tmp_path).download(f"{server.url}/a.bin", sha256=sha256(FILE))
+    assert (tmp_path / "a.bin").read_bytes() == FILE
+    assert [each for _, each in server.asked] == [None, "bytes=5000-", "bytes=5000-", None]
+
+
+def test_a_wrong_sum_is_told_and_nothing_is_kept(tmp_path: Path, server: Server):
+    with pytest.raises(
+        RunFailed, match=rf"came with the sha256 {sha256(FILE)}, but stage_data asks for 0{{64}}; it was"
+    ):
+        Stage(tmp_path).download(f"{server.url}/a.bin", sha256="0" * 64)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_busy_server_is_asked_again_and_a_missing_file_is_not(tmp_path: Path, server: Server):
+    server.statuses = [503, 429]
+    Stage(tmp_path).download(f"{server.url}/a.bin")
+    assert len(server.asked) == 3
+    with pytest.raises(
+        RunFailed, match=r"nothing\.bin cannot be fetched: the server answers 404 Not Found; the address"
+    ):
+        Stage(tmp_path).download(f"{server.url}/nothing.bin")
+    assert len(server.asked) == 4
+
+
+def test_a_server_without_names_for_its_files_is_begun_anew(tmp_path: Path, server: Server):
+    server.named, server.cut_after = False, 5000
+    Stage(tmp_path).download(f"{server.url}/a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == FILE and server.asked == [("a.bin", None)] * 2
+
+
+def test_no_internet_is_a_sentence(tmp_path: Path):
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://name:password@127.0.0.1:{unused.getsockname()[1]}/a.bin"
+        with pytest.raises(RunFailed) as failed:
+            Stage(tmp_path).download(url)
+    said = str(failed.value)
+    assert said.endswith(
+        "cannot be fetched: Connection refused; stage on a machine with internet, such as a login node"
+    )
+    assert "password" not in said
+
+
+def test_a_full_disk_is_a_sentence(tmp_path: Path, server: Server):
+    if os.getuid() != 0:
+        pytest.skip("a small disk can only be mounted by root")
+    small = tmp_path / "small"
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", small], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"mount is not allowed here: {mounted.stderr.strip()}")
+    try:
+        server.files["big.bin"] = b"b" * 200_000
+        with pytest.raises(RunFailed, match=r"no space left for .*big\.bin \(0\.\d MB are free.*\(--data\)$"):
+            Stage(small).download(f"{server.url}/big.bin")
+        (tmp_path / "big.bin").write_bytes(b"b" * 200_000)
+        with pytest.raises(RunFailed, match=r"no space left for .*big\.bin"):
+            Stage(small).copy(tmp_path / "big.bin")
+        assert not (small / ".big.bin.part").exists()
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_files_and_folders_are_copied_and_made_ones_added(tmp_path: Path):
+    source, folder = tmp_path / "source", tmp_path / "data"
+    (source / "deep").mkdir(parents=True)
+    (source / "one").write_text("1")
+    (source / "deep" / "two").write_text("22")
+    folder.mkdir()
+    stage = Stage(folder)
+    stage.copy(source, name="all")
+    stage.copy(source / "one")
+    (folder / "made").write_text("333")
+    assert not stage.has("made")
+    stage.add(folder / "made")
+    assert stage.has("made")
+    assert stage.brought == ["all/deep/two", "all/one", "one", "made"]
+    again = Stage(folder)
+    again.copy(source, name="all")
+    assert again.kept == ["all/deep/two", "all/one"]
+    with pytest.raises(UserError, match=r"two files are to be staged as 'all/one'"):
+        again.copy(source / "one", name="all/one")
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda stage: stage.download("ftp://host/x"), r"download\('ftp://host/x'\) is no address; .*http://"),
+        (lambda stage: stage.download("http://host/"), r"would be called '' here; give it a plain name"),
+        (lambda stage: stage.download("http://host/x", name="../x"), r"would be called '\.\./x' here"),
+        (lambda stage: stage.download("http://host/staged.json"), r"would be called 'staged\.json' here"),
+        (lambda stage: stage.download("http://host/x", sha256="abc"), r"sha256 of http://host/x is 'abc'; .* 64"),
+        (lambda stage: stage.copy("/not/there"), r"copy\('/not/there'\): there is no such file"),
+        (lambda stage: stage.add("not-there"), r"not-there does not exist; make the file first"),
+        (
+            lambda stage: stage.add("/etc/passwd"),
+            r"add\('/etc/passwd'\) is not in .*; make the file there, or use copy",
+        ),
+    ],
+)
+def test_what_cannot_be_staged_is_refused(tmp_path: Path, call, sentence: str):
+    with pytest.raises(UserError, match=sentence):
+        call(Stage(tmp_path))
+
+
+def test_a_staged_file_is_found_and_a_missing_or_cut_one_names_the_command(tmp_path: Path):
+    use(Place(tmp_path, "meshrun stage my.py --size=2"))
+    with pytest.raises(
+        UserError, match=r"x\.npy is not here; on a machine with internet: meshrun stage my\.py --size=2$"
+    ):
+        staged("x.npy")
+    (tmp_path / "x.npy").write_bytes(b"12345")
+    Stage(tmp_path).add("x.npy")
+    assert staged("x.npy") == tmp_path / "x.npy"
+    (tmp_path / "x.npy").write_bytes(b"123")
+    with pytest.raises(UserError, match=r"has 3 bytes here, but had 5 when it was staged; on a machine with internet"):
+        staged("x.npy")
+
+
+def test_two_cannot_stage_into_one_folder_at_once(tmp_path: Path):
+    another = pytest.raises(UserError, match="is being staged by another process")
+    with staging.staging(tmp_path), another, staging.staging(tmp_path):
+        pass
+    with staging.staging(tmp_path):
+        pass
+
+
+def hub_error() -> Exception:
+    kind = type("LocalEntryNotFoundError", (FileNotFoundError,), {"__module__": "huggingface_hub.errors"})
+    return kind("Cannot find the requested files in the disk cache")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        urllib.error.URLError(socket.gaierror(-2, "Name or service not known")),
+        OSError("We couldn't connect to 'https://huggingface.co' to load the files"),
+        ConnectionError("Couldn't reach 'imdb' on the Hub (OfflineModeIsEnabled)"),
+        hub_error(),
+    ],
+)
+def test_what_is_wanted_from_the_internet_names_the_stage_command(error: Exception):
+    use(Place(Path("data/my"), "meshrun stage my.py"))
+    outer = RuntimeError("the model cannot be built")
+    outer.__cause__ = error
+    for each in (error, outer):
+        said = missing_of(each)
+        assert said is not None and said.endswith("on a machine with internet: meshrun stage my.py")
+
+
+def test_other_errors_are_not_taken_for_a_missing_internet():
+    others = [
+        ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"),
+        RuntimeError("[gloo] Connection closed by peer"),
+        FileNotFoundError("points.npy"),
+        UserError("x is not here"),
+    ]
+    assert [missing_of(each) for each in others] == [None] * 4
+
+
+IN_NO_NETWORK = (
+    *("unshare", "--net", "sh", "-c"),
+    f'{sys.executable} -c "$0" && exec "$@"',
+    """import fcntl, socket, struct
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as lo:  # lo up, and nothing else
+    fcntl.ioctl(lo, 0x8914, struct.pack("16sh", b"lo", 1))
+try:
+    socket.create_connection(("192.0.2.1", 80), timeout=5)
+except OSError as error:
+    assert "unreachable" in str(error), error
+else:
+    raise SystemExit("there is a route")""",
+)
+"""Runs what follows where only loopback is."""
+
+
+def test_a_run_without_any_route_trains_from_what_was_staged(
+    tmp_path: Path, server: Server, call: Callable[..., Ended]
+):
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True).returncode:
+        pytest.skip("a network without routes can only be made by root")
+    offline = (*IN_NO_NETWORK, *MODULE)
+
+    brought = call("stage", FETCHED, "--source", server.url, "--sum", sha256(points()), "--json")
+    assert brought.status == 0, brought.err
+    assert brought.document["brought"] == ["points.npy", "made/half.npy"] and "halved" in brought.err
+    assert brought.document["bytes"] == 616
+
+    ran = meshrun(tmp_path, "run", FETCHED, "--procs", 2, "--json", launcher=offline)
+    assert ran.status == 0, ran.err
+    assert ran.document["world"] == 2 and ran.document["eval"]["half"]["count"] == 10
+
+    wanting = meshrun(tmp_path, "run", FETCHED, "--late", launcher=offline)
+    assert wanting.status == 1, wanting.err
+    assert wanting.sentences[0].endswith(f"on a machine with internet: meshrun stage {FETCHED} --late")
+
+
+def test_a_run_of_what_was_never_staged_names_the_command(tmp_path: Path, call: Callable[..., Ended]):
+    place = tmp_path / "data" / "fetched" / "points.npy"
+    nothing = call("run", FETCHED)
+    assert nothing.status == 2
+    assert nothing.sentences == [f"{place} is not here; on a machine with internet: meshrun stage {FETCHED}"]
+    wanting = call("run", FETCHED, "--hub", "--data", "elsewhere")
+    assert wanting.status == 2
+    assert wanting.sentences[0].endswith(f"internet: meshrun stage {FETCHED} --hub --data elsewhere")
+
+
+def test_stage_checks_and_mends_and_says_what_it_did(tmp_path: Path, server: Server, call: Callable[..., Ended]):
+    source = ("--source", server.url)
+    nothing = call("stage", FETCHED, "--verify")
+    assert nothing.status == 2 and "nothing is staged in data/fetched" in nothing.sentences[0]
+    first = call("stage", FETCHED, *source)
+    assert first.status == 0 and first.out == "data/fetched: 2 brought (616 B)\n", first.err
+    (tmp_path / "data/fetched/points.npy").write_bytes(b"short")
+    checked = call("stage", FETCHED, "--verify", "--json")
+    assert checked.status == 1 and not checked.document["ok"]
+    assert checked.document["problems"] == ["data/fetched/points.npy has 5 bytes, but had 368 when it was staged"]
+    mended = call("stage", FETCHED, *source)
+    assert mended.out == "data/fetched: 1 brought (368 B), 1 here and right (248 B)\n", mended.err
+    assert call("stage", FETCHED, "--verify").status == 0
+
+
+def test_an_experiments_own_stage_data_needs_no_argument_and_errors_in_it_are_located(
+    tmp_path: Path, call: Callable[..., Ended]
+):
+    program = tmp_path / "own.py"
+    program.write_text(
+        "from meshrun import Experiment, mean_squared_error\n"
+        "def fetch():\n"
+        "    print('fetching')\n"
+        "    raise ValueError('no luck')\n"
+        "def experiment() -> Experiment:\n"
+        "    return Experiment(model=print, train=[1], loss=mean_squared_error, optimizer=print, batch=1, steps=1,\n"
+        "        stage_data=fetch)\n"
+    )
+    ended = call("stage", program, "--json")
+    assert ended.status == 1 and "fetching" in ended.err
+    assert ended.document["error"] == f"stage_data of own.py failed at {program}:4: ValueError: no luck"
+
+
+def test_an_experiment_that_reads_what_is_to_be_staged_is_told_where_to_write_it(
+    tmp_path: Path, call: Callable[..., Ended]
+):
+    program = tmp_path / "own.py"
+    program.write_text(
+        "from meshrun import Experiment, staged\ndef experiment() -> Experiment:\n    open(staged('x.npy'))\n"
+    )
+    ended = call("stage", program)
+    assert ended.status == 2
+    assert "write a function stage_data(stage) beside it in the same file" in ended.sentences[0]
+
+
+def test_a_recipe_that_needs_nothing_says_so(call: Callable[..., Ended]):
+    ended = call("stage", "digits")
+    assert ended.status == 0 and ended.out.startswith("digits has no stage_data: it needs nothing from the internet")
