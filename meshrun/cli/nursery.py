@@ -14,14 +14,17 @@ import importlib
 import importlib.util
 import os
 import re
+import signal
 import site
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from meshrun.cli.target import find
 from meshrun.config import RunConfig
 from meshrun.errors import UserError
+from meshrun.launch.agents import ranks_to_start
 from meshrun.launch.local import die_with_launcher
 from meshrun.launch.nursery import serve
 from meshrun.launch.ranks import Nursery
@@ -44,17 +47,27 @@ def nursery_for(
 
     It is a guess from the words, and from what a run was `before`: one that is not needed does no harm.
     """
-    if target is None or target.startswith("-") or "--help" in words or detect(os.environ).source != "none":
+    if target is None or target.startswith("-") or "--help" in words:
         return contextlib.nullcontext()
+    world = detect(os.environ)
     given = re.search(r"(?:^|\0)--procs[=\0](\d+)", "\0".join(words))
-    procs = int(given[1]) if given else (before and before.procs) or 1
-    several = procs > 1 or any(word.startswith(("--nodes", "--join")) for word in words)
+    procs = int(given[1]) if given else before.procs if before else None
+    named = any(word.startswith(("--nodes", "--join")) for word in words)
+    if world.source == "none":
+        several = (procs or 1) > 1 or named
+    else:
+        guess = replace(before or RunConfig(target), procs=procs)
+        guess = replace(guess, nodes="2") if named else guess
+        several = ranks_to_start(world, guess, os.environ) is not None
     return Nursery(target) if several else contextlib.nullcontext()
 
 
 def nursery_command(fd: int, launcher: int, target: str | None) -> list[str]:
     """Returns in a rank only: the words of the command that it is to run."""
     die_with_launcher(launcher)
+    # Slurm tells all processes of a job that it will end. This one ends with the launcher, and not before its ranks.
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     for name in NEEDED:
         importlib.import_module(name)
     if target is not None:

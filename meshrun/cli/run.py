@@ -3,56 +3,59 @@
 meshrun run digits
 meshrun run digits --procs 4 --steps 30 --json
 torchrun --nproc-per-node=2 -m meshrun run digits
+srun -N 2 --ntasks-per-node=1 python -m meshrun run digits --procs 4
+
+The last one starts one task a node, which becomes the launcher of its ranks: lost ones are replaced, lost nodes too.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from meshrun.cli.command import Asked
+from meshrun.cli.launcher import OpenHub, as_agent, join, lead, wanted_of
 from meshrun.cli.target import make
 from meshrun.config import RunConfig, RunDirectory
-from meshrun.errors import RunFailed, SharedError, UserError
+from meshrun.errors import SharedError, UserError
+from meshrun.launch.agents import ranks_to_start
 from meshrun.launch.head import Wanted
-from meshrun.launch.job import PARENT, Interrupted, Job, Tell, Verdict
-from meshrun.launch.local import launch
-from meshrun.launch.lock import lock
-from meshrun.launch.memory import Memory
-from meshrun.launch.nodes import Hub, Post, nodes_of
+from meshrun.launch.job import Tell
+from meshrun.launch.nodes import Hub, nodes_of
+from meshrun.launch.post import Post
 from meshrun.launch.ranks import Nursery
 from meshrun.layout import parse
-from meshrun.observe.events import Event, EventFile
-from meshrun.observe.failures import first_failure
-from meshrun.observe.report import write_report
-from meshrun.observe.story import Follow, Story
-from meshrun.observe.watch import Watcher
+from meshrun.observe.events import Event
+from meshrun.observe.story import Story
 from meshrun.train.interval import parse as parse_interval
 from meshrun.world import World, detect
 
 
 def run_command(asked: Asked, nursery: Nursery | None = None) -> dict[str, Any] | None:
     """Returns the result on the one process that should print it."""
-    world = detect(os.environ)
-    if world.source != "none" and not (world.size == 1 and asked.config.procs):
-        return _as_rank(asked, world)
-    asked = replace(asked, config=replace(asked.config, procs=asked.config.procs or _default_procs(asked.config)))
-    if asked.config.join is not None:
-        _join(asked, asked.config.join, nursery)
+    world, config = detect(os.environ), asked.config
+    procs = config.procs
+    if world.source != "none":
+        procs = ranks_to_start(world, config, os.environ) or (procs if world.size == 1 else None)
+        if procs is None:
+            return _as_rank(asked, world)
+    asked = replace(asked, config=replace(config, procs=procs or _default_procs(config)))
+    if config.join is not None:
+        _join(asked, config.join, nursery)
         return None
-    several = nodes_of(asked.config.nodes)[1] > 1
-    _check_before_start(asked)
-    return _launched(asked, nursery) if several or asked.config.procs != 1 else _alone(asked)
+    if world.nodes > 1:
+        return _as_agent(asked, world, nursery)
+    wanted = wanted_of(config)
+    _check_before_start(asked, wanted)
+    several = wanted.most > 1
+    return lead(asked, nursery, wanted, _hub_of(config)) if several or asked.config.procs != 1 else _alone(asked)
 
 
 def _as_rank(asked: Asked, world: World) -> dict[str, Any] | None:
@@ -95,124 +98,44 @@ def _kept_for_the_document() -> Iterator[None]:
         os.close(own)
 
 
-def _launched(asked: Asked, nursery: Nursery | None) -> dict[str, Any]:
-    """Start the ranks, tell their story, and say which failed first."""
-    config = asked.config
-    assert config.procs is not None
-    run = asked.run or RunDirectory.create(config)
-    began = [time.time()]
-    try:
-        with lock(run), _scene(run, str(os.getpid()), asked.as_json, began) as (memory, tell):
-            if asked.run is not None:
-                run.renew_config(config)
-            hub = _hub(config, run, tell)
-            job = _job(config, run, memory, config.procs)
-            failures = launch(job, Watching(memory, run, config, tell), tell, nursery, hub, _wanted(config))
-    except Interrupted as stopped:
-        raise RunFailed(f"stopped by {stopped}; what was reached is in {run.path}") from stopped
-    if failures:
-        with contextlib.suppress(Exception):  # a picture of what was reached, where there is enough for one
-            write_report(run.path)
-        ended = {each.rank: each.how for each in failures}
-        failed = first_failure(run, ended, socket.gethostname(), since=began[0])
-        raise (UserError if failed.by_user else RunFailed)(failed.text)
-    if asked.target.entry is None:
-        return {"run": str(run.path), "world": config.procs}
-    result: dict[str, Any] = json.loads((run.path / "result.json").read_text())
-    return result
+def _as_agent(asked: Asked, world: World, nursery: Nursery | None) -> dict[str, Any] | None:
+    """This task is the only one of its node: it starts the node's ranks."""
+    wanted = wanted_of(asked.config, world)
+    return as_agent(asked, world, wanted, nursery, lambda: _check_before_start(asked, wanted))
 
 
 def _join(asked: Asked, where: str, nursery: Nursery | None) -> None:
-    """Take part in a run that another node has begun; its own words decide but for this node's number of ranks."""
+    """Take part in the run of a node that the user names."""
     procs = asked.config.procs
     assert procs is not None
     post = Post.reach(where, procs, asked.config.timeout)
-    run = RunDirectory(post.run)
-    config = run.config()
-    try:
-        with (
-            _scene(run, post.id, True, [0.0], follow=False) as (memory, tell),
-            contextlib.nullcontext(nursery) if nursery else Nursery(config.target) as warm,
-        ):
-            post.serve(_job(config, run, memory, procs), Watching(memory, run, config, tell), tell, warm)
-    except Interrupted as stopped:
-        raise RunFailed(f"stopped by {stopped}; the other nodes go on in {run.path}") from stopped
+    join(post, nursery, Story(Console(stderr=True)), asked.config.timeout)
 
 
-def _job(config: RunConfig, run: RunDirectory, memory: Path, procs: int) -> Job:
-    words = ["-m", "meshrun", "rank", str(run.path), PARENT, str(memory)]
-    return Job(words, procs, config.port or 0, config.target, memory, config.restarts)
+def _hub_of(config: RunConfig) -> OpenHub:
+    """Opens the place where other nodes join, where the run has any."""
+
+    def open_hub(run: RunDirectory, tell: Tell) -> Hub | None:
+        if nodes_of(config.nodes)[1] == 1:
+            return None
+        hub = Hub(config.port or 0, run.path)
+        tell("note", text=f"on each other node start the same command with --join {socket.gethostname()}:{hub.port}")
+        return hub
+
+    return open_hub
 
 
-def _hub(config: RunConfig, run: RunDirectory, tell: Tell) -> Hub | None:
-    """The place where other nodes join, where the run has any."""
-    if nodes_of(config.nodes)[1] == 1:
-        return None
-    hub = Hub(config.port or 0, run.path)
-    tell("note", text=f"on each other node start the same command with --join {socket.gethostname()}:{hub.port}")
-    return hub
-
-
-def _wanted(config: RunConfig) -> Wanted:
-    least, most = nodes_of(config.nodes)
-
-    def fits(size: int) -> bool:
-        try:
-            parse(config.layout).resolve(size)
-        except UserError:
-            return False
-        return True
-
-    return Wanted(least, most, fits, config.timeout)
-
-
-@contextlib.contextmanager
-def _scene(
-    run: RunDirectory, node: str, as_json: bool, began: list[float], follow: bool = True
-) -> Iterator[tuple[Path, Tell]]:
-    """The run's folder in memory, and a way to tell what the launcher does, beside what rank 0 tells."""
-    with (
-        Memory(run, node) as memory,
-        contextlib.closing(EventFile(run.events / f"launcher-{node}.jsonl")) as events,
-        Story(Console(stderr=True), None if as_json else sys.stdout) as story,
-        Follow(story, run.events_of(0), run.log_of(0)) if follow else contextlib.nullcontext(),
-    ):
-
-        def tell(kind: str, **fields: Any) -> None:
-            if kind == "restart":
-                began[0] = time.time()
-            events.write(kind, **fields)
-            story.tell({"kind": kind, **fields})
-
-        yield memory.path, tell
-
-
-class Watching:
-    """The watcher of ranks, in the launcher's words."""
-
-    def __init__(self, memory: Path, run: RunDirectory, config: RunConfig, tell: Tell) -> None:
-        self._watcher = Watcher(memory, run.path, config, socket.gethostname())
-        self._action, self._tell = config.on_hang, tell
-        self.started = self._watcher.started
-        self.progress, self.patience = self._watcher.progress, self._watcher.patience
-
-    def look(self) -> Verdict | None:
-        found = self._watcher.look()
-        for sentence in self._watcher.notes():
-            self._tell("straggler", sentence=sentence)
-        return Verdict(found.rank, found.sentence, self._action) if found is not None else None
-
-
-def _check_before_start(asked: Asked) -> None:
+def _check_before_start(asked: Asked, wanted: Wanted) -> None:
     """Refuse what cannot work while nothing has been started yet."""
     from meshrun.mesh import too_few_gpus
 
     config, target = asked.config, asked.target
     assert config.procs is not None
     parse_interval(config.checkpoint)
-    least, most = nodes_of(config.nodes)
-    sizes = [config.procs * nodes for nodes in range(least, most + 1)]
-    size = next(filter(_wanted(config).fits, sizes), sizes[0])
+    sizes = [config.procs * nodes for nodes in range(wanted.least, wanted.most + 1)]
+    if wanted.expected:
+        sizes.reverse()
+    size = next(filter(wanted.fits, sizes), sizes[0])
     layout = parse(config.layout).resolve(size)
     if target.entry is not None and layout.dp < layout.size:
         from meshrun.cli.rank import how_of, override

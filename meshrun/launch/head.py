@@ -21,6 +21,11 @@ from meshrun.launch.ranks import Ended, Gone, Stop
 
 LAST_CALL = 1.0
 """Seconds that are waited for one more node after the last one came."""
+LATE = 15.0
+"""Seconds after which the user is told which nodes are still expected."""
+SHARED = "; runs must be on a disk that all nodes share (--runs)"
+BLIND = 3.0
+"""Seconds in which a node that could not see the run's directory may still come."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +37,12 @@ class Wanted:
     fits: Callable[[int], bool] = lambda _size: True
     patience: float = 600.0
     """Seconds to wait for nodes when there are too few."""
+    expected: int = 0
+    """Nodes that another launcher starts at the same time: the run begins with all of them."""
+    hosts: tuple[str, ...] = ()
+    """Their names, where they are known."""
+    folder: str = ""
+    """The run's directory, which all of them must see."""
 
 
 @dataclass
@@ -81,6 +92,7 @@ class Head:
         self._final: Outcome | None = None
         self._in_a_row, self._progress_then = 0, -1
         self._told_to_wait = False
+        self._blind: dict[str, float] = {}
 
     @property
     def seated(self) -> list[Member]:
@@ -89,6 +101,11 @@ class Head:
     def join(self, member: Member, now: float) -> None:
         self.members[member.id] = member
         self._since = now
+
+    def blind(self, host: str, now: float) -> None:
+        """A node says that it cannot see the run's directory, but cannot prove that it is one of ours."""
+        if not self._wanted.hosts or host.partition(".")[0] in self._wanted.hosts:
+            self._blind[host] = now
 
     def leave(self, member_id: str, now: float) -> None:
         """A node is lost, and all of its ranks with it."""
@@ -199,13 +216,19 @@ class Head:
         assert self._since is not None
         chosen = self._chosen()
         waited = now - self._since
+        if self.generation < 0 and len(self.members) < self._wanted.expected and waited <= self._wanted.patience:
+            self._await_all(waited, now)
+            return
         full = len(chosen) == self._wanted.most or (self._first and chosen)
         if chosen and (full or waited > LAST_CALL):
             self._begin(chosen)
         elif waited > LAST_CALL and self.generation >= 0 and not self._told_to_wait:
             self._told_to_wait = True
-            least = self._wanted.least
-            self._tell("note", text=f"{len(self.members)} of at least {least} nodes are left: waiting for others")
+            least, left = self._wanted.least, len(self.members)
+            few = (
+                f"{left} of at least {least} nodes are left" if left < least else f"{left} left do not suit the layout"
+            )
+            self._tell("note", text=f"{few}: waiting for others")
         elif waited > self._wanted.patience:
             some = f"{len(self.members)} node{'s' * (len(self.members) != 1)}"
             self.outcome = Outcome(
@@ -213,6 +236,21 @@ class Head:
                 f"{some} came within {self._wanted.patience:.0f} s, but {self._wanted.least} are needed "
                 f"in numbers that suit the layout (--nodes, --layout, --timeout)",
             )
+
+    def _await_all(self, waited: float, now: float) -> None:
+        """The first start: other nodes were started with this one, and are on their way."""
+        here = {member.host for member in self.members.values()}
+        blind = [host for host, since in self._blind.items() if host not in here and now - since > BLIND]
+        if blind:
+            some = f"{blind[0]}{f' and {len(blind) - 1} more' * (len(blind) > 1)}"
+            self.outcome = Outcome(sentence=f"{some} cannot see {self._wanted.folder}{SHARED}")
+        elif waited > LATE and not self._told_to_wait:
+            self._told_to_wait = True
+            short = {host.partition(".")[0] for host in here}
+            missing = [host for host in self._wanted.hosts if host.partition(".")[0] not in short]
+            names = f" ({', '.join(missing[:4])}{', …' * (len(missing) > 4)})" if missing else ""
+            left = self._wanted.expected - len(self.members)
+            self._tell("note", text=f"waiting for {left} more node{'s' * (left > 1)}{names} (--timeout)")
 
     def _begin(self, chosen: list[Member]) -> None:
         before = self.generation

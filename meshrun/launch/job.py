@@ -35,6 +35,8 @@ class Job:
     """The folder in this node's memory in which ranks leave what has to survive them."""
     restarts: int = 0
     """How often in a row, without progress between, lost ranks are replaced."""
+    saving: float = 30.0
+    """Seconds that ranks which end for good, with nobody lost, may take to keep their state."""
 
 
 @dataclass(frozen=True)

@@ -35,9 +35,10 @@ from meshrun.launch.job import (
     silent,
 )
 from meshrun.launch.node import LOOK_EVERY, Node, Stopped
-from meshrun.launch.nodes import Hub, Joined, Left, Said
+from meshrun.launch.nodes import Asked, Blind, Hub, Joined, Left, Said
 from meshrun.launch.nursery import FORKABLE
 from meshrun.launch.ranks import Gone, Nursery
+from meshrun.launch.wire import Beat
 
 __all__ = ["PARENT", "Failure", "Interrupted", "Job", "Verdict", "Watch", "die_with_launcher", "launch"]
 
@@ -67,6 +68,8 @@ def launch(
         stack.callback(node.close)
         head = Head(job.restarts, wanted or Wanted(), tell)
         head.join(Member(ME, socket.gethostname(), job.ranks), time.monotonic())
+        if hub is not None:
+            stack.enter_context(Beat(hub.beat))
         outcome = _run(head, node, hub, store.port, stopped, tell)
     if stopped.by:
         raise Interrupted(stopped.by)
@@ -103,6 +106,10 @@ def _run(head: Head, node: Node, hub: Hub | None, port: int, stopped: Stopped, t
                     head.leave(member_id, now)
                 case Said(member_id, what):
                     head.hear(member_id, what, now)
+                case Asked(number):
+                    stopped.note(number)
+                case Blind(host):
+                    head.blind(host, now)
         if stopped.by and not ending:
             ending = True
             head.end(Outcome(sentence=f"the run was stopped by {signal.Signals(stopped.by).name}"))

@@ -54,6 +54,11 @@ def lock(run: RunDirectory) -> Iterator[None]:
         os.close(file)
 
 
+def is_left(run: RunDirectory) -> bool:
+    """Whether the last owner has let it go by itself, and nobody has taken it since."""
+    return (run.path / NAME).read_text() == json.dumps({})
+
+
 def _take(run: RunDirectory, path: Path, file: int) -> None:
     give_up = time.monotonic() + ORPHANS
     while not _flocked(file):

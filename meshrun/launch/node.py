@@ -26,7 +26,7 @@ LOOK_EVERY = 0.1
 class Stopped:
     """Notes the signals that ask for the end of a run, instead of being ended by them."""
 
-    ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+    ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR2)
 
     def __init__(self) -> None:
         self.by = 0
@@ -38,14 +38,14 @@ class Stopped:
         if threading.current_thread() is threading.main_thread():  # Python lets no other thread do this
             # Who ignores a signal was told to: by nohup, or by a shell that started it in the background.
             heeded = [number for number in self.ASKING if signal.getsignal(number) is not signal.SIG_IGN]
-            self._before = {number: signal.signal(number, self._note) for number in heeded}
+            self._before = {number: signal.signal(number, self.note) for number in heeded}
         return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, _frame: FrameType | None) -> None:
+    def note(self, number: int, _frame: FrameType | None = None) -> None:
         self.at_once = bool(self.by) and number == signal.SIGINT
         self.by = self.by or number
 
@@ -55,7 +55,8 @@ class Node:
 
     def __init__(self, job: Job, nursery: Nursery, watch: Watch) -> None:
         self._ranks, self._watch = Ranks(job, nursery), watch
-        self._generation, self._told, self._looked = 0, False, 0.0
+        self._told, self._looked = False, 0.0
+        self._seat: Seat | None = None
 
     @property
     def fds(self) -> list[int]:
@@ -68,8 +69,16 @@ class Node:
 
     def begin(self, seat: Seat) -> None:
         """Start the ranks of a generation."""
-        self._told, self._generation = False, seat.generation
+        self._told, self._seat = False, seat
         self._ranks.begin(seat)
+
+    @property
+    def elsewhere(self) -> list[int]:
+        """The ranks of the same generation on other nodes."""
+        if self._seat is None:
+            return []
+        first, size = self._seat.first, self._seat.size
+        return [rank for rank in range(size) if not first <= rank < first + self._ranks.count]
 
     def stop(self, stop: Stop) -> None:
         """Begin to end them."""
@@ -87,9 +96,9 @@ class Node:
         yield from self._ranks.poll()
         if not self._ranks.running:
             return
-        if not self._told:
+        if not self._told and self._seat is not None:
             self._told = True
-            self._watch.started(self._ranks.pids, self._generation)
+            self._watch.started(self._ranks.pids, self._seat.generation)
         if time.monotonic() - self._looked >= LOOK_EVERY:
             self._looked = time.monotonic()
             if (found := self._watch.look()) is not None:

@@ -1,11 +1,9 @@
 """Several nodes in one run: the first one's launcher decides, the others' launchers are connected to it.
 
     hub = Hub(port, run.path)                       # the first node: `launch(job, hub=hub, wanted=Wanted(1, 4))`
-    post = Post.reach("node7:29500", ranks=4)       # another node
-    post.serve(job, watch, tell)                    # until the run is over, or the first node is lost
 
-A launcher that is gone takes its connection along, so that it is missed at once; one whose machine or network is gone
-is missed after some seconds of silence. The first node serves the store and cannot be missed: the others then end.
+The other end is in `post`. A launcher that is gone takes its connection along, so that it is missed at once; one whose
+machine or network is gone is missed after some seconds of silence, and may come back as a new one.
 Anybody may knock at the first node's port: who does not prove to know the run's secret, or says what cannot be
 understood, is shown out, and the run goes on.
 """
@@ -17,24 +15,20 @@ import re
 import secrets
 import select
 import socket
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import UserError
 from meshrun.launch import secret
 from meshrun.launch.head import Member, Outcome
-from meshrun.launch.job import Interrupted, Job, Seat, Tell, Verdict, Watch, port_refused
-from meshrun.launch.node import LOOK_EVERY, Node, Stopped
-from meshrun.launch.ranks import Ended, Gone, Nursery, Stop
+from meshrun.launch.job import Seat, Verdict, port_refused
+from meshrun.launch.ranks import Ended, Gone, Stop
 from meshrun.launch.wire import Document, Wire
 
-BEAT = 1.0
-"""Seconds between two signs of life."""
-SILENCE = 10.0
-"""Seconds without one after which a launcher counts as lost."""
+SILENCE = 5.0
+"""Seconds without a sign of life after which a launcher counts as lost; they come every second, from a thread."""
 LINE = 1 << 20
 """Bytes of the longest line that is read from another machine."""
 ACTIONS = ("restart", "end", "report")
@@ -54,6 +48,20 @@ class Left:
     """A node is lost."""
 
     id: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A node's launcher got a signal that asks the whole run to stop."""
+
+    signal: int
+
+
+@dataclass(frozen=True)
+class Blind:
+    """A node that was to take part cannot see the run's directory."""
+
+    host: str
 
 
 @dataclass(frozen=True)
@@ -85,23 +93,23 @@ class Hub:
         self.port: int = self._server.getsockname()[1]
         self._run, self._secret = run, secret.make(run)
         self._peers: dict[str, _Peer] = {}
-        self._beat = 0.0
         self.progress = 0
 
     @property
     def fds(self) -> list[int]:
         return [self._server.fileno(), *(peer.wire.fileno() for peer in self._peers.values())]
 
-    def news(self, now: float) -> Iterator[Joined | Left | Said]:
+    def beat(self) -> None:
+        """Give all nodes a sign of life."""
+        for peer in filter(_is_member, list(self._peers.values())):
+            peer.wire.send({"alive": True})
+
+    def news(self, now: float) -> Iterator[Joined | Left | Said | Asked | Blind]:
         """All that has come, from nodes and of them."""
         ready = select.select(self.fds, [], [], 0)[0]
         if self._server.fileno() in ready:
             with contextlib.suppress(OSError):  # whoever knocked may be gone
                 self._challenge(_Peer(Wire(self._server.accept()[0], LINE), now))
-        if now - self._beat > BEAT:
-            self._beat = now
-            for peer in filter(_is_member, self._peers.values()):
-                peer.wire.send({"alive": True})
         for peer in list(self._peers.values()):
             if peer.wire.fileno() in ready:
                 yield from self._listen(peer, now)
@@ -119,28 +127,37 @@ class Hub:
         self._peers[peer.id] = peer
         peer.wire.send({"run": str(self._run.resolve()), "nonce": peer.nonce})
 
-    def _listen(self, peer: _Peer, now: float) -> Iterator[Joined | Said]:
+    def _listen(self, peer: _Peer, now: float) -> Iterator[Joined | Said | Asked | Blind]:
         for said in peer.wire.receive():
             news = self._welcome(peer, said) if not peer.member else self._understood(peer, said)
-            if peer.wire.closed:
-                return
             if news is not None:
                 yield news
+            if peer.wire.closed:
+                return
         if peer.member:  # others have to become one in time
             peer.heard = now
 
-    def _welcome(self, peer: _Peer, said: Document) -> Joined | None:
+    def _welcome(self, peer: _Peer, said: Document) -> Joined | Blind | None:
         match said:
             case {"hello": str(host), "ranks": int(ranks), "proof": str(proof)} if (
                 secret.is_proof(proof, self._secret, peer.nonce) and host.isprintable() and 0 < ranks < 1 << 16
             ):
                 peer.member = True
                 peer.wire.send({"welcome": peer.id})
+                self._forget(said.get("before"))
                 return Joined(Member(peer.id, host, ranks))
+            case {"blind": str(host)} if host.isprintable() and len(host) < 256:
+                peer.wire.closed = True
+                return Blind(host)
         peer.wire.closed = True
         return None
 
-    def _understood(self, peer: _Peer, said: Document) -> Said | None:
+    def _forget(self, before: object) -> None:
+        """A node that has come back is lost as what it was, though its old connection may not know it yet."""
+        if isinstance(before, str) and before in self._peers:
+            self._peers[before].wire.closed = True
+
+    def _understood(self, peer: _Peer, said: Document) -> Said | Asked | None:
         match said:
             case {"alive": int(progress)}:
                 self.progress = max(self.progress, progress)
@@ -151,6 +168,8 @@ class Hub:
                 return Said(peer.id, Gone(generation))
             case {"fact": "Verdict", "rank": int(rank), "sentence": str(text), "action": action} if action in ACTIONS:
                 return Said(peer.id, Verdict(rank, text, action))
+            case {"fact": "Asked", "signal": int(number)} if 0 < number < 65:
+                return Asked(number)
         peer.wire.closed = True
         return None
 
@@ -174,99 +193,6 @@ class Hub:
 
 def _is_member(peer: _Peer) -> bool:
     return peer.member
-
-
-class Post:
-    """Another node's connection to the first one."""
-
-    def __init__(self, wire: Wire, where: str, run: Path, id: str) -> None:
-        self._wire, self._where, self.run, self.id = wire, where, run, id
-
-    @classmethod
-    def reach(cls, where: str, ranks: int, patience: float) -> Post:
-        """Connect to the first node, which may not have started yet, and be told of the run."""
-        host, _, port = where.rpartition(":")
-        if not host or not port.isdigit():
-            raise UserError(f"join is {where!r}; it must be HOST:PORT of the run's first node (--join)")
-        give_up = time.monotonic() + patience
-        while True:
-            try:
-                wire = Wire(socket.create_connection((host.strip("[]"), int(port)), timeout=5), LINE)
-                break
-            except (OSError, OverflowError) as error:
-                if time.monotonic() > give_up:
-                    raise RunFailed(
-                        f"the run's first node did not answer at {where} within {patience:.0f} s: {error} "
-                        f"(--join, --timeout)"
-                    ) from None
-                time.sleep(0.2)
-        run = None
-        while not wire.closed and time.monotonic() < give_up:
-            for said in wire.receive():
-                match said:
-                    case {"run": str(path), "nonce": str(nonce)}:
-                        run = Path(path)
-                        proof = secret.proof(secret.read(run), nonce)
-                        wire.send({"hello": socket.gethostname(), "ranks": ranks, "proof": proof})
-                    case {"welcome": str(id)} if run is not None:
-                        return cls(wire, where, run, id)
-        if run is not None:
-            raise RunFailed(f"the run at {where} did not take this node, whose {run} is not the one there (--join)")
-        raise RunFailed(f"what answers at {where} is no run that takes nodes (--join)")
-
-    def serve(self, job: Job, watch: Watch, tell: Tell, nursery: Nursery) -> None:
-        """Start and end ranks as the first node says, until it says that the run is over."""
-        node = Node(job, nursery, watch)
-        try:
-            with Stopped() as stopped:
-                over = self._serve(node, stopped, tell)
-        finally:
-            node.close()
-            self._wire.close()
-        if stopped.by:
-            raise Interrupted(stopped.by)
-        if over is None:
-            raise RunFailed(
-                f"the run's first node, {self._where}, is lost, and all ranks here were ended; "
-                f"what was reached is in {self.run}: meshrun resume {self.run} goes on"
-            )
-        if over["failed"]:
-            raise RunFailed(over["over"] or f"the run has failed; its first node, {self._where}, says why")
-        tell("note", text=f"the run is over; its results are in {self.run}")
-
-    def _serve(self, node: Node, stopped: Stopped, tell: Tell) -> Document | None:
-        heard = beat = time.monotonic()
-        while not stopped.by:
-            ready = select.select([self._wire.fileno(), *node.fds], [], [], LOOK_EVERY)[0]
-            now = time.monotonic()
-            if self._wire.fileno() in ready:
-                heard = now
-                for said in self._wire.receive():
-                    match said:
-                        case {"order": "Seat", **fields}:
-                            node.begin(Seat(**fields))
-                        case {"order": "Stop", **fields}:
-                            node.stop(Stop(**{**fields, "dead": tuple(fields["dead"])}))
-                        case {"over": _}:
-                            return said
-            if self._wire.closed or now - heard > SILENCE:
-                return None
-            for fact in node.news():
-                self._wire.send({"fact": type(fact).__name__, **asdict(fact)})
-            if now - beat > BEAT:
-                beat = now
-                self._wire.send({"alive": node.progress()})
-        # Its ranks may finish their step and what they write; the others go on without this node.
-        node.stop(Stop(final=True))
-        if node.waits:
-            tell("note", text=node.waits)
-        while node.busy and not stopped.at_once:
-            select.select(node.fds, [], [], LOOK_EVERY)
-            list(node.news())
-            if time.monotonic() - beat > BEAT:  # as long as they compute, the others' step needs them
-                beat = time.monotonic()
-                self._wire.send({"alive": node.progress()})
-        return None
 
 
 def nodes_of(text: str) -> tuple[int, int]:

@@ -86,6 +86,7 @@ def _become_a_rank(environment: dict[str, str], argv: list[str], inherited: list
     for fd in inherited:
         os.close(fd)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     take_over(environment)
     sys.argv[1:] = argv[2:]
     # As in processes that import it themselves, no two draw the same numbers unless seeded; random does it by itself.

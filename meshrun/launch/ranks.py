@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from meshrun.config import write_json
 from meshrun.launch.job import Job, Seat
 from meshrun.launch.nursery import FORKABLE
+from meshrun.launch.parting import dead_file
 from meshrun.launch.wire import Document, Wire
 from meshrun.world.environment import inherited, of_nursery, of_rank
 
@@ -156,6 +157,11 @@ class Ranks:
         return [self._nursery.wire.fileno()]
 
     @property
+    def count(self) -> int:
+        """How many ranks of a generation are on this node."""
+        return self._job.ranks
+
+    @property
     def pids(self) -> dict[int, int]:
         return {rank: each.pid for rank, each in self._alive.items()}
 
@@ -276,7 +282,8 @@ class Ranks:
     def _kill_the_late(self) -> None:
         assert self._stop is not None
         waited = time.monotonic() - self._stopped_at
-        if waited > self.grace and (waited > self.grace + WORDS or not self._are_writing()):
+        words = max(WORDS, self._job.saving) if self._stop.final and not self._dead else WORDS
+        if waited > self.grace and (waited > self.grace + words or not self._are_writing()):
             for process in self._alive.values():
                 if process.signalled != signal.SIGKILL:
                     self._signal(process, signal.SIGKILL)
@@ -291,7 +298,7 @@ class Ranks:
     def _write_dead(self, final: bool) -> None:
         """Tell the ranks that are left who is gone, and whether anybody will come after them."""
         if self._job.memory is not None and self._seat is not None:
-            path = self._job.memory / f"dead-{self._seat.generation}.json"
+            path = dead_file(self._job.memory, self._seat.generation)
             with contextlib.suppress(OSError):
                 write_json(path, {"ranks": sorted(self._dead), "final": final})
 

@@ -17,7 +17,8 @@ from meshrun.errors import RunFailed, UserError
 from meshrun.launch import nodes, secret
 from meshrun.launch.head import Outcome
 from meshrun.launch.job import Verdict
-from meshrun.launch.nodes import Hub, Joined, Left, Post, Said
+from meshrun.launch.nodes import Hub, Joined, Left, Said
+from meshrun.launch.post import Post
 from meshrun.launch.ranks import Ended
 
 

@@ -1,0 +1,207 @@
+"""The launcher of a node: starts its ranks, tells their story, and says which failed first.
+
+lead(asked, nursery, wanted, open_hub)   # on the first node, or the only one
+join(post, nursery, story, patience)     # on another one, whose connection to the first is `post`
+as_agent(asked, world, wanted, nursery)  # where Slurm or MPI has started one task a node: one of the two
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from meshrun.cli.command import Asked
+from meshrun.config import RunConfig, RunDirectory
+from meshrun.errors import RunFailed, SharedError, UserError
+from meshrun.launch import agents
+from meshrun.launch.head import Wanted
+from meshrun.launch.job import PARENT, Interrupted, Job, Tell, Verdict
+from meshrun.launch.local import launch
+from meshrun.launch.lock import lock
+from meshrun.launch.memory import Memory
+from meshrun.launch.nodes import Hub, nodes_of
+from meshrun.launch.post import Post, take_part
+from meshrun.launch.ranks import Nursery
+from meshrun.layout import parse
+from meshrun.observe.events import EventFile
+from meshrun.observe.failures import first_failure
+from meshrun.observe.report import write_report
+from meshrun.observe.story import Follow, Story
+from meshrun.observe.watch import Watcher
+from meshrun.world import World
+from meshrun.world.rendezvous import own_address
+from meshrun.world.slurm import in_job
+
+OpenHub = Callable[[RunDirectory, Tell], Hub | None]
+"""Makes the place where other nodes join a run, where there are any."""
+
+
+def lead(asked: Asked, nursery: Nursery | None, wanted: Wanted, open_hub: OpenHub) -> dict[str, Any]:
+    """Start the ranks of this node, decide for all nodes, and return the result."""
+    config = asked.config
+    assert config.procs is not None
+    run = asked.run or RunDirectory.create(config)
+    began = [time.time()]
+    story = Story(Console(stderr=True), None if asked.as_json else sys.stdout)
+    try:
+        with (
+            lock(run),
+            _scene(run, str(os.getpid()), story, began) as (memory, tell),
+            Follow(story, run.events_of(0), run.log_of(0)),
+        ):
+            if asked.run is not None:
+                run.renew_config(config)
+            hub = open_hub(run, tell)
+            job = _job(config, run, memory, config.procs)
+            watch = Watching(memory, run, config, tell, several=hub is not None)
+            failures = launch(job, watch, tell, nursery, hub, replace(wanted, folder=str(run.path)))
+    except Interrupted as stopped:
+        return _stopped_in_time(run, stopped)
+    if failures:
+        with contextlib.suppress(Exception):  # a picture of what was reached, where there is enough for one
+            write_report(run.path)
+        ended = {each.rank: each.how for each in failures}
+        failed = first_failure(run, ended, socket.gethostname(), since=began[0])
+        raise (UserError if failed.by_user else RunFailed)(failed.text)
+    if asked.target.entry is None:
+        return {"run": str(run.path), "world": config.procs}
+    reached: dict[str, Any] = (run.stopped() or {}).get("result") or json.loads((run.path / "result.json").read_text())
+    return reached
+
+
+def _stopped_in_time(run: RunDirectory, by: Interrupted) -> dict[str, Any]:
+    """Slurm's signals announce the job's end: who has kept its state by then has done what was asked for."""
+    if in_job(os.environ) and by.number != signal.SIGINT and (stopped := run.stopped()) is not None:
+        result: dict[str, Any] = stopped["result"]
+        return result
+    raise RunFailed(f"stopped by {by}; what was reached is in {run.path}") from by
+
+
+def join(post: Post, nursery: Nursery | None, story: Story, patience: float, as_one: bool = False) -> None:
+    """Take part in a run that another node has begun; its own words decide but for this node's number of ranks.
+
+    `as_one`: all nodes were started together, so that a signal here is for all, and the first one says what failed.
+    """
+    run = RunDirectory(post.run)
+    config = run.config()
+    try:
+        with (
+            _scene(run, post.id, story, [0.0]) as (memory, tell),
+            contextlib.nullcontext(nursery) if nursery else Nursery(config.target) as warm,
+        ):
+            watch = Watching(memory, run, config, tell, several=True)
+            take_part(post, _job(config, run, memory, post.ranks), watch, tell, warm, patience, as_one)
+    except Interrupted as stopped:
+        raise RunFailed(f"stopped by {stopped}; the other nodes go on in {run.path}") from stopped
+
+
+def as_agent(
+    asked: Asked, world: World, wanted: Wanted, nursery: Nursery | None, check: Callable[[], None]
+) -> dict[str, Any] | None:
+    """Be the launcher of this node, where Slurm or MPI has started one task on each: the first node's leads.
+
+    `check` refuses what cannot work, on the first node for all.
+    """
+    config = asked.config
+    runs = asked.run.path.parent if asked.run is not None else config.runs
+    if world.node > 0:
+        _follow(asked, world, runs, nursery)
+        return None
+
+    def open_hub(run: RunDirectory, _tell: Tell) -> Hub:
+        return agents.open_hub(world, runs, run.path, own_address(world), config.port)
+
+    try:
+        check()
+        result = lead(asked, nursery, wanted, open_hub)
+    except BaseException:
+        agents.give_up(world, runs)
+        raise
+    agents.close_hub(world, runs)
+    return result
+
+
+def _follow(asked: Asked, world: World, runs: Path, nursery: Nursery | None) -> None:
+    """Standard output and the story are the first node's; what goes wrong here alone is said on standard error."""
+    config = asked.config
+    assert config.procs is not None
+    try:
+        post = agents.find_hub(world, runs, config.procs, config.timeout)
+        join(post, nursery, Story(Console(quiet=True)), config.timeout, as_one=True)
+    except (UserError, RunFailed) as error:
+        if str(error) and not isinstance(error, SharedError):
+            print(f"meshrun: {error}", file=sys.stderr)
+        raise type(error)("") from error
+
+
+def wanted_of(config: RunConfig, world: World | None = None) -> Wanted:
+    """How many nodes a run takes; in a world of several tasks all of these are expected at its start."""
+    least, most = nodes_of(config.nodes)
+    expected = 0
+    if world is not None and world.nodes > 1:
+        if least > world.nodes:
+            raise SharedError(
+                f"nodes is {config.nodes} but {world.source} has started this on {world.nodes} nodes; ask for as many, "
+                f"or leave --nodes away"
+            )
+        most = most if most > 1 else world.nodes
+        expected = min(most, world.nodes)
+
+    def fits(size: int) -> bool:
+        try:
+            parse(config.layout).resolve(size)
+        except UserError:
+            return False
+        return True
+
+    return Wanted(least, most, fits, config.timeout, expected, world.hosts if world is not None else ())
+
+
+def _job(config: RunConfig, run: RunDirectory, memory: Path, procs: int) -> Job:
+    words = ["-m", "meshrun", "rank", str(run.path), PARENT, str(memory)]
+    return Job(words, procs, config.port or 0, config.target, memory, config.restarts, config.timeout)
+
+
+@contextlib.contextmanager
+def _scene(run: RunDirectory, node: str, story: Story, began: list[float]) -> Iterator[tuple[Path, Tell]]:
+    """The run's folder in memory, and a way to tell what the launcher does, beside what rank 0 tells."""
+    with (
+        Memory(run, node) as memory,
+        contextlib.closing(EventFile(run.events / f"launcher-{node}.jsonl")) as events,
+        story,
+    ):
+
+        def tell(kind: str, **fields: Any) -> None:
+            if kind == "restart":
+                began[0] = time.time()
+            events.write(kind, **fields)
+            story.tell({"kind": kind, **fields})
+
+        yield memory.path, tell
+
+
+class Watching:
+    """The watcher of ranks, in the launcher's words."""
+
+    def __init__(self, memory: Path, run: RunDirectory, config: RunConfig, tell: Tell, several: bool) -> None:
+        self._watcher = Watcher(memory, run.path, config, socket.gethostname(), others=several)
+        self._action, self._tell = config.on_hang, tell
+        self.started = self._watcher.started
+        self.progress, self.patience = self._watcher.progress, self._watcher.patience
+
+    def look(self) -> Verdict | None:
+        found = self._watcher.look()
+        for sentence in self._watcher.notes():
+            self._tell("straggler", sentence=sentence)
+        return Verdict(found.rank, found.sentence, self._action) if found is not None else None

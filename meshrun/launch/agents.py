@@ -1,0 +1,108 @@
+"""One launcher a node, all of them started by Slurm or MPI: how those of the other nodes find the first one's.
+
+    hub = open_hub(world, config.runs, run.path, address)      # the first node's, which has made the run
+    post = find_hub(world, config.runs, ranks=4, patience=600) # the others'
+    close_hub(world, config.runs)                              # the first node's, when the run is over
+
+The first one writes where it listens beside the runs. It also prefers a port that all can guess, so that a node which
+does not see that folder finds the run all the same, and both sides learn what is wrong instead of waiting.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshrun.config import RunConfig
+from meshrun.errors import RunFailed, SharedError, UserError
+from meshrun.launch.nodes import LINE, SILENCE, Hub, nodes_of
+from meshrun.launch.post import CONNECTED, Post
+from meshrun.launch.wire import Wire
+from meshrun.world import World
+from meshrun.world.rendezvous import FOLDER, lookup, publish, withdraw
+from meshrun.world.slurm import gpus_on_node
+
+UNSEEN = 3.0
+"""Seconds after which a node that has read no address tries the port that it can guess."""
+PORTS = range(20_000, 32_000)
+"""Those to guess from: below the ones that systems give away by themselves."""
+
+
+def ranks_to_start(world: World, config: RunConfig, env: Mapping[str, str]) -> int | None:
+    """How many ranks this task starts as the launcher of its node; None if it is a rank itself.
+
+    It is a launcher where it is the only task of its node and there is more to do than one rank can.
+    """
+    if world.source in ("none", "torchrun") or world.local_size > 1:
+        return None
+    ranks = config.procs or (gpus_on_node(env) if config.device != "cpu" else None) or 1
+    several = ranks > 1 or config.join is not None or (world.nodes > 1 and nodes_of(config.nodes)[1] > 1)
+    return ranks if several else None
+
+
+def open_hub(world: World, runs: Path, run: Path, address: str, port: int | None) -> Hub:
+    """The place where other nodes join, written down where they look for it."""
+    hub = Hub(port, run) if port else _on_likely_port(world, run)
+    publish(runs, world.job, world.attempt, address, hub.port)
+    return hub
+
+
+def give_up(world: World, runs: Path) -> None:
+    """Nobody will listen: the other nodes need not wait. The first one says why."""
+    with contextlib.suppress(UserError):
+        publish(runs, world.job, world.attempt, "", 0)
+
+
+def close_hub(world: World, runs: Path) -> None:
+    with contextlib.suppress(OSError):
+        withdraw(runs, world.job, world.attempt)
+
+
+def find_hub(world: World, runs: Path, ranks: int, patience: float) -> Post:
+    """Join the run of the first node; what a dead one has left does not answer, and is read again."""
+    _refuse_unwritable(runs)
+    began = time.monotonic()
+    while (now := time.monotonic()) < began + patience:
+        where = lookup(runs, world.job, world.attempt)
+        if where is not None and where[1] == 0:
+            raise RunFailed("")
+        until = began + patience
+        if where is None and world.hosts and now > began + UNSEEN:
+            where, until = (world.hosts[0], likely_port(world.job)), now + SILENCE
+        if where is not None:
+            with contextlib.suppress(OSError, RunFailed):
+                wire = Wire(socket.create_connection(where, timeout=CONNECTED), LINE)
+                return Post.welcomed(wire, f"{where[0]}:{where[1]}", ranks, until)
+        time.sleep(0.05)
+    raise RunFailed(
+        f"{world.host} waited {patience:.0f} s for the run's first node to write its address into "
+        f"{runs / FOLDER}, which all nodes must see (--runs, --timeout)"
+    )
+
+
+def likely_port(job: str) -> int:
+    """The same for all nodes of a job, and seldom that of another."""
+    return PORTS[int.from_bytes(hashlib.sha256(job.encode()).digest()[:8]) % len(PORTS)]
+
+
+def _on_likely_port(world: World, run: Path) -> Hub:
+    try:
+        return Hub(likely_port(world.job), run)
+    except UserError:
+        return Hub(0, run)
+
+
+def _refuse_unwritable(runs: Path) -> None:
+    """The first node says the same of the disk that they share."""
+    folder = runs / FOLDER
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(13, "Permission denied")
+    except OSError as error:
+        raise SharedError(f"cannot make a run directory in {runs}: {error.strerror} (--runs)") from None

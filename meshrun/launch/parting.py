@@ -1,0 +1,79 @@
+"""A rank lets go of others that are gone: who vanished with a machine or a network never hangs up.
+
+    let_go_when_told(memory, generation)     # once, in the rank
+
+gloo waits in C++ for as long as connections are open, where no signal is heard, and those to a machine without power
+stay open for minutes. The launcher knows sooner, and writes who is gone. A thread of the rank then closes gloo's
+connections: what waits on them raises at once, and there is time left to write down the state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+LOOK_EVERY = 0.1
+
+
+def dead_file(memory: Path, generation: int) -> Path:
+    """Where the launcher of a node says which ranks are gone."""
+    return memory / f"dead-{generation}.json"
+
+
+def let_go_when_told(memory: Path, generation: int) -> None:
+    """From now on, close all connections to other ranks as soon as some of them are gone."""
+    threading.Thread(target=_wait, args=(dead_file(memory, generation),), name="parting", daemon=True).start()
+
+
+def _wait(path: Path) -> None:
+    while True:
+        time.sleep(LOOK_EVERY)
+        if is_anybody_gone(path):
+            let_go()  # again and again: one that was being made is found the next time
+
+
+def is_anybody_gone(path: Path) -> bool:
+    """Whether the launcher has named ranks; one that only asks all to stop names none."""
+    try:
+        return bool(json.loads(path.read_text())["ranks"])
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def let_go() -> int:
+    """Shut down the connections of gloo in this process; returns how many there were."""
+    return sum(_shut(descriptors) for descriptors in _polled())
+
+
+def _polled() -> list[list[int]]:
+    """For each of the kernel's lists of descriptors that this process waits on, these."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if str(entry.readlink()) == "anon_inode:[eventpoll]":
+                lines = Path(f"/proc/self/fdinfo/{entry.name}").read_text().splitlines()
+                found.append([int(line.split()[1]) for line in lines if line.startswith("tfd:")])
+    return found
+
+
+def _shut(descriptors: list[int]) -> int:
+    """gloo waits on its connections together with the port where it takes them; others in a process do not."""
+    with contextlib.ExitStack() as stack:
+        sockets = []
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):  # no socket, or closed meanwhile
+                # A copy: the number itself may stand for something else a moment later.
+                sockets.append(stack.enter_context(socket.socket(fileno=os.dup(descriptor))))
+        taking = [each for each in sockets if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+        shut = 0
+        for each in sockets if taking else ():
+            with contextlib.suppress(OSError):  # it may be shut already
+                if each not in taking:
+                    each.shutdown(socket.SHUT_RDWR)
+                    shut += 1
+        return shut
