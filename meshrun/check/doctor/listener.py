@@ -1,0 +1,104 @@
+"""A small server that every rank runs while the doctor is at work, and how to ask it something.
+
+    with Listener("slurm-42.0.0", ports=[]) as listener:
+        ask("n1", listener.port, {"job": "slurm-42.0.0", "kind": "time"}, timeout=1.0)     # {"time": …}, or None
+
+Whoever connects says the job's name first. Then it can leave a letter, ask for the time, or send bytes to be counted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+Document = dict[str, Any]
+LONGEST = 16 << 20
+"""Bytes of a letter: more than any rank has to say."""
+CHUNK = 1 << 18
+
+
+class Listener:
+    """Answers on every interface until it is closed."""
+
+    def __init__(self, job: str, ports: Iterable[int] = ()) -> None:
+        """`ports` are tried before a free one is taken."""
+        self.letters: dict[tuple[str, int], Document] = {}
+        self.answers: dict[str, Document] = {}
+        self._job = job
+        for port in (*ports, 0):
+            with contextlib.suppress(OSError):
+                self._server = _Server(("", port), _Talk)
+                break
+        self._server.listener = self
+        self.port: int = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def reply(self, asked: Document) -> Document:
+        """What to say to one line of a peer."""
+        if asked.get("job") != self._job:
+            return {"error": "this is another job's"}
+        match asked.get("kind"):
+            case "time":
+                return {"time": time.time()}
+            case "bytes":
+                return {"count": 0}  # of all that follows, until the peer has no more
+            case "letter" if isinstance(asked.get("rank"), int):
+                phase = str(asked.get("phase"))
+                self.letters[phase, asked["rank"]] = asked
+                return {"answer": self.answers.get(phase)}
+        return {"error": "not understood"}
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    daemon_threads = True
+    block_on_close = False
+    allow_reuse_address = True
+    request_queue_size = 1024
+    listener: Listener
+
+
+class _Talk(socketserver.StreamRequestHandler):
+    timeout = 10.0
+
+    def handle(self) -> None:
+        assert isinstance(self.server, _Server)
+        with contextlib.suppress(OSError, ValueError):
+            while line := self.rfile.readline(LONGEST):
+                asked = json.loads(line)
+                if not isinstance(asked, dict):
+                    return
+                reply = self.server.listener.reply(asked)
+                if "count" in reply:
+                    while chunk := self.rfile.read1(CHUNK):
+                        reply["count"] += len(chunk)
+                self.wfile.write(json.dumps(reply).encode() + b"\n")
+
+
+def ask(address: str, port: int, question: Document, timeout: float) -> Document | None:
+    """The reply of a listener of the same job; None where nobody answers."""
+    try:
+        with socket.create_connection((address, port), timeout=timeout) as connection:
+            return ask_on(connection, question)
+    except (OSError, ValueError):
+        return None
+
+
+def ask_on(connection: socket.socket, question: Document) -> Document | None:
+    """The same over a connection that is open."""
+    connection.sendall(json.dumps(question).encode() + b"\n")
+    with connection.makefile("rb") as lines:
+        reply = json.loads(lines.readline(LONGEST) or b"null")
+    return reply if isinstance(reply, dict) and "error" not in reply else None

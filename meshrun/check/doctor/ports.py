@@ -1,0 +1,68 @@
+"""Ports that ranks would need and somebody else has, and addresses that launches have left behind.
+
+held_ports(world, port=29500)        # on rank 0: what --port or MASTER_PORT names and cannot be listened on
+left_over(runs)                      # rendezvous files that lead nowhere
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from meshrun.check.doctor.case import Held, Left
+from meshrun.world import World
+from meshrun.world.rendezvous import FOLDER as RENDEZVOUS
+
+
+def held_ports(world: World, port: int | None) -> tuple[Held, ...]:
+    """Ports that rank 0 would have to listen on, and cannot."""
+    asked = [(port, "--port")] if port is not None else []
+    if world.port is not None and not world.agent_store:
+        asked.append((world.port, "MASTER_PORT"))
+    return tuple(Held(number, name, _owner(number)) for number, name in asked if not _is_free(number))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as test:
+        # As servers do: what is left of a closed connection is no reason to refuse.
+        test.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            test.bind(("", port))
+            test.listen(1)
+        except OSError:
+            return False
+    return True
+
+
+def _owner(port: int) -> str:
+    """The process that listens on a port of this machine, where this user may see it."""
+    sockets = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(table).read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    sockets.add(f"socket:[{fields[9]}]")
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if any(str(fd.readlink()) in sockets for fd in (process / "fd").iterdir()):
+                words = (process / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                return f"process {process.name} ({words[:80]})"
+    return ""
+
+
+def left_over(runs: Path) -> Iterator[Left]:
+    """Rendezvous files whose rank 0 is gone: its machine answers, and nobody listens there."""
+    for path in sorted((runs / RENDEZVOUS).glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found = json.loads(path.read_text())
+            address, port = str(found["address"]), int(found["port"])
+            try:
+                socket.create_connection((address, port), timeout=1.0).close()
+            except ConnectionRefusedError:
+                yield Left(str(path), f"{address}:{port}")
+            except OSError:
+                continue  # that machine may just not be reachable from here
