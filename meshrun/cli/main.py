@@ -19,6 +19,7 @@ import typer
 
 from meshrun import __version__
 from meshrun.cli.command import Asked, invoke, parse_chaos, parse_resume, parse_run, parse_stage, parse_verify
+from meshrun.cli.doctor import doctor_command
 from meshrun.cli.export import export_command
 from meshrun.cli.inspect import inspect_command
 from meshrun.cli.target import recipes
@@ -65,6 +66,7 @@ def stage(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
     del target  # as `run`
 
 
+app.command("doctor")(doctor_command)
 app.command("export")(export_command)
 app.command("inspect")(inspect_command)
 
