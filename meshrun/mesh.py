@@ -29,9 +29,12 @@ from torch.distributed.rendezvous import TCPStore
 
 from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.layout import AXES, Layout, parse
-from meshrun.world import World, detect
-from meshrun.world.cores import granted, quota, share, topology
-from meshrun.world.rendezvous import lookup, own_address, publish, withdraw
+from meshrun.world import World, cores, detect
+from meshrun.world.environment import choose_interfaces, inherited
+from meshrun.world.network import address_of, for_nccl, interface_of
+from meshrun.world.profile import Site
+from meshrun.world.rendezvous import lookup, publish, withdraw
+from meshrun.world.sites import load
 
 
 class PeerLost(RunFailed):
@@ -49,6 +52,8 @@ class Meeting:
     threads: int | None = None
     runs: Path = Path("runs")
     allow_tp_across_nodes: bool = False
+    site: str | None = None
+    """Whose rules say at which address and over which interface nodes talk, and which cores are near which GPU."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,9 @@ class Here:
     device: torch.device
     mesh: DeviceMesh | None
     """None in a world of one."""
+    site: Site | None = None
+    notes: tuple[str, ...] = ()
+    """What the user should hear of this place, though it works."""
 
     @property
     def rank(self) -> int:
@@ -103,7 +111,7 @@ class Here:
     @property
     def address(self) -> str:
         """Where other nodes reach this one."""
-        return own_address(self.world)
+        return address_of(self.world, self.site)
 
     def place(self, axis: str) -> int:
         """This rank's place along an axis."""
@@ -225,16 +233,21 @@ def _finish_at_exit() -> None:
 def _meet(meeting: Meeting) -> Here:
     joined = dist.is_initialized()
     world = _world_of_group() if joined else detect(os.environ)
+    site = load(meeting.site) if meeting.site is not None else None
     layout = _layout_of(world, meeting)
     device = choose_device(world, meeting.device, meeting.backend)
     backend = _backend(device, meeting.backend)
-    _use_cores(world, meeting.threads)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    if world.size == 1 or joined:
+        notes = _use_cores(world, [cores.granted()], site, meeting.threads)
     if world.size == 1:
-        return Here(world, layout, device, None)
+        return Here(world, layout, device, None, site, notes)
     if not joined:
-        store = _all_arrived(world, _store(world, meeting), _place_of(world, device, meeting.backend), meeting.timeout)
+        _use_network(world, site)
+        store = _store(world, meeting, site)
+        store = _all_arrived(world, store, _place_of(world, device, meeting.backend), meeting.timeout)
+        notes = _use_cores(world, _cores_of_node(world, store), site, meeting.threads)
         dist.init_process_group(
             backend,
             store=store,
@@ -248,7 +261,7 @@ def _meet(meeting: Meeting) -> Here:
     # Only axes of more than one rank: gloo keeps a thread for each group, which costs time in every step.
     axes = tuple(axis for axis in AXES if layout.degree(axis) > 1)
     shape = tuple(layout.degree(axis) for axis in axes)
-    return Here(world, layout, device, init_device_mesh(device.type, shape, mesh_dim_names=axes))
+    return Here(world, layout, device, init_device_mesh(device.type, shape, mesh_dim_names=axes), site, notes)
 
 
 def _layout_of(world: World, meeting: Meeting) -> Layout:
@@ -286,18 +299,40 @@ def too_few_gpus(ranks: int, gpus: int, host: str) -> str:
     )
 
 
-def _use_cores(world: World, threads: int | None) -> None:
-    """Give each local rank its own cores where the launcher left all of them to all ranks, as torchrun does."""
-    cores = granted()
-    allowed = int(min(len(cores), quota() or len(cores)))
-    if world.source == "torchrun" and world.local_size > 1:
-        os.sched_setaffinity(0, share(cores, world.local_rank, world.local_size, topology()))
-        threads = threads or max(1, allowed // world.local_size)
-    elif allowed < len(cores):
+def _use_network(world: World, site: Site | None) -> None:
+    """Have gloo and NCCL talk over the interface at whose address other nodes reach this one."""
+    if world.local_size == world.size or (world.address or "").startswith(("127.", "localhost")):
+        return
+    with contextlib.suppress(RunFailed):
+        interface = interface_of(address_of(world, site))
+        if interface is not None:
+            choose_interfaces(interface, (site and site.get("socket_interface")) or for_nccl(interface))
+
+
+def _cores_of_node(world: World, store: Store) -> list[frozenset[int]]:
+    """The cores that each local rank has said it sees; this one's alone where the others' are not to be found."""
+    keys = [f"cores/{world.host}/{rank}" for rank in range(world.local_size)]
+    if not store.check(keys):
+        return [cores.granted()]
+    return [cores.read(store.get(key).decode()) for key in keys]
+
+
+def _use_cores(world: World, seen: list[frozenset[int]], site: Site | None, threads: int | None) -> tuple[str, ...]:
+    """Give each local rank its own cores where the launcher left the same ones to all of them; say what is wrong."""
+    granted = cores.granted()
+    allowed = int(min(len(granted), cores.quota() or len(granted)))
+    if len(seen) > 1 and len(set(seen)) == 1:
+        masks = (site and site.get("cpu_masks")) or ()
+        os.sched_setaffinity(0, cores.mine(granted, world.local_rank, world.local_size, masks))
+        usual = max(1, allowed // world.local_size)
+    else:
         # A container may show more cores than it lets run at a time; more threads than those only wait for each other.
-        threads = threads or max(1, allowed)
-    if threads:
-        torch.set_num_threads(threads)
+        usual = max(1, allowed) if allowed < len(granted) else 0
+    # torchrun always sets one thread, other launchers none: there the user has chosen.
+    if threads or (usual and (world.source == "torchrun" or not cores.threads_are_chosen(inherited()))):
+        torch.set_num_threads(threads or usual)
+    note = cores.lost(inherited(), world, seen)
+    return (note,) if note else ()
 
 
 def _backend(device: torch.device, backend: str) -> str:
@@ -313,7 +348,7 @@ def _place_of(world: World, device: torch.device, backend: str) -> str:
     return f"GPU {torch.cuda.get_device_properties(device).uuid} of {world.host}"
 
 
-def _store(world: World, meeting: Meeting) -> Store:
+def _store(world: World, meeting: Meeting, site: Site | None) -> Store:
     """The key-value store that rank 0, or the agent that started it, serves."""
     limit = timedelta(seconds=meeting.timeout)
     if world.address is not None and world.port is not None:
@@ -327,7 +362,7 @@ def _store(world: World, meeting: Meeting) -> Store:
                 f"{_first_line(error)}"
             ) from error
     if world.rank == 0:
-        address = own_address(world)
+        address = address_of(world, site)
         # Port 0 lets the system choose: the port is bound before anybody hears of it, so it cannot collide.
         store = TCPStore(address, 0, world.size, True, limit, wait_for_workers=False)
         publish(meeting.runs, world.job, world.attempt, address, store.port)
@@ -356,6 +391,7 @@ def _all_arrived(world: World, store: Store, place: str, timeout: float) -> Stor
     """Wait until every rank is here, and name those who are not."""
     store = PrefixStore(f"meshrun/{world.attempt}", store)
     keys = [f"arrived/{rank}" for rank in range(world.size)]
+    store.set(f"cores/{world.host}/{world.local_rank}", cores.written(cores.granted()))
     store.set(keys[world.rank], place)
     try:
         if world.rank == 0:

@@ -4,14 +4,21 @@
     os.sched_setaffinity(0, mine)
 
 `share` is for ranks that see the same cores. Where the launcher has already bound each rank to cores of its own
-(mpirun's default, srun with --cpu-bind), `granted()` differs from rank to rank and is the share.
+(mpirun's default, srun with --cpu-bind), `granted()` differs from rank to rank and is the share. So ranks tell each
+other what they see (`written`, `read`), and `lost` has a sentence for a node whose ranks see too little.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+
+from meshrun.errors import UserError
+from meshrun.world.detect import World
+from meshrun.world.hostlist import expand_tasks
+
+Env = Mapping[str, str]
 
 
 def share(
@@ -33,6 +40,54 @@ def share(
     ordered = sorted(physical)
     first, last = (end * len(ordered) // of for end in (index, index + 1))
     return frozenset(cpu for core in ordered[first:last] for cpu in physical[core])
+
+
+def mine(granted: Collection[int], index: int, of: int, masks: Sequence[str] = ()) -> frozenset[int]:
+    """This rank's share of cores that all ranks of the node see: by the site's masks if they fit, else cut evenly."""
+    wanted = [frozenset(bit for bit in range(4 * len(mask)) if int(mask, 16) >> bit & 1) for mask in masks]
+    if len(wanted) == of and all(mask and mask <= frozenset(granted) for mask in wanted):
+        return wanted[index]
+    return share(granted, index, of, topology())
+
+
+def written(cores: Collection[int]) -> str:
+    """Cores as text, for others to `read`."""
+    return ",".join(map(str, sorted(cores)))
+
+
+def read(text: str) -> frozenset[int]:
+    return frozenset(int(core) for core in text.split(",") if core)
+
+
+def lost(env: Env, world: World, seen: Sequence[Collection[int]], existing: int | None = None) -> str | None:
+    """A sentence when a rank has one core though its node was granted more than its ranks have; with what mends it."""
+    existing = existing or os.cpu_count() or 1
+    in_slurm = bool(env.get("SLURM_JOB_ID"))
+    if in_slurm:
+        try:
+            granted = min(expand_tasks(env.get("SLURM_JOB_CPUS_PER_NODE", "")))
+        except UserError:
+            return None
+    elif world.source in ("openmpi", "pmi"):
+        granted = existing
+    else:
+        return None
+    # Virtual nodes may claim more cores than there are.
+    granted = min(granted, existing)
+    have = len(frozenset[int]().union(*seen))
+    if world.local_rank != 0 or min(map(len, seen)) > 1 or have >= granted:
+        return None
+    mended = {
+        "openmpi": "start with mpirun --bind-to none",
+        "pmi": "start with mpiexec -bind-to none",
+    }.get(world.source, "write 'export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK' before srun, or srun --cpus-per-task=N")
+    ranks = "its rank has 1 core" if world.local_size == 1 else f"of its {world.local_size} ranks one has 1 core"
+    return f"{world.host} was granted {granted} cores, but {ranks} and all have {have}, which starves readers; {mended}"
+
+
+def threads_are_chosen(env: Env) -> bool:
+    """Whether somebody has said how many threads compute."""
+    return bool(env.get("OMP_NUM_THREADS"))
 
 
 def topology(root: Path = Path("/sys/devices/system/cpu")) -> dict[int, tuple[int, int]]:

@@ -45,3 +45,19 @@ def take_over(environment: Mapping[str, str]) -> None:
     """Have these variables and no others from now on."""
     os.environ.clear()
     os.environ.update(environment)
+
+
+def choose_interfaces(gloo: str | None, nccl: str | None) -> None:
+    """Have gloo and NCCL talk over these, where nobody has chosen before."""
+    for name, interface in (("GLOO_SOCKET_IFNAME", gloo), ("NCCL_SOCKET_IFNAME", nccl)):
+        if interface and not os.environ.get(name):
+            os.environ[name] = interface
+
+
+def of_new_job() -> dict[str, str]:
+    """For Slurm's commands: a job submitted from within a job must not inherit what the old one was granted."""
+    kept = ("SLURM_CONF", "SLURM_CLUSTERS")
+    mine = {
+        name: value for name, value in os.environ.items() if name in kept or not name.startswith(("SLURM_", "SRUN_"))
+    }
+    return {**mine, "SLURM_TIME_FORMAT": "standard"}

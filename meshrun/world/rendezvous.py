@@ -2,7 +2,7 @@
 
 Rank 0 writes its address, the others look until it answers:
 
-    publish(run, world.job, world.attempt, own_address(world), port)     # rank 0
+    publish(run, world.job, world.attempt, own_address(world, site), port)   # rank 0
     where = lookup(run, world.job, world.attempt)                        # the others, until it is not None
     withdraw(run, world.job, world.attempt)                              # rank 0, when all have come
 
@@ -12,24 +12,18 @@ A file left by a launch that died looks like a good one: whoever cannot connect 
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 import json
 import os
-import socket
 from pathlib import Path
 from urllib.parse import quote
 
 from meshrun.config import write_json
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import UserError
 from meshrun.world.detect import World
+from meshrun.world.network import address_of
+from meshrun.world.sites import load
 
 FOLDER = ".rendezvous"
-
-_ELSEWHERE = ("198.51.100.1", 9)
-"""An address that nobody has (RFC 5737): asking for the way to it names the default route's interface."""
-
-_SIOCGIFADDR = 0x8915
-"""Linux's number for "which IPv4 address has this interface"."""
 
 
 def publish(folder: Path, job: str, attempt: int, address: str, port: int) -> Path:
@@ -64,15 +58,9 @@ def withdraw(folder: Path, job: str, attempt: int) -> None:
     _path(folder, job, attempt).unlink(missing_ok=True)
 
 
-def own_address(world: World) -> str:
-    """An address of this machine that all ranks of the world can reach."""
-    if world.local_size == world.size:
-        return "127.0.0.1"
-    for found in (*_named(world.host), *_routed(), *_interfaces()):
-        address = ipaddress.ip_address(found)
-        if not (address.is_loopback or address.is_link_local or address.is_unspecified):
-            return found
-    raise RunFailed(f"host {world.host!r} has no network address but loopback, and the other ranks are on other nodes")
+def own_address(world: World, site: str | None = None) -> str:
+    """An address of this machine that all ranks of the world can reach, by the rule of the site of that name."""
+    return address_of(world, load(site) if site is not None else None)
 
 
 def _path(folder: Path, job: str, attempt: int) -> Path:
@@ -85,39 +73,3 @@ def _path(folder: Path, job: str, attempt: int) -> Path:
     if len(name) > 150:
         name = hashlib.sha256(job.encode()).hexdigest()
     return folder / FOLDER / f"{name}-{attempt}.json"
-
-
-def _named(host: str) -> list[str]:
-    """What the host's own name stands for; Debian writes 127.0.1.1 there."""
-    try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except OSError:
-        return []
-    return [str(entry[4][0]) for entry in sorted(found, key=lambda entry: entry[0] != socket.AF_INET)]
-
-
-def _routed() -> list[str]:
-    """The address of the default route's interface; a UDP socket is connected, nothing is sent."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(_ELSEWHERE)
-        except OSError:
-            return []
-        return [str(probe.getsockname()[0])]
-
-
-def _interfaces() -> list[str]:
-    """The IPv4 address of each interface, in their order; none where the system is not Linux."""
-    try:
-        import fcntl
-    except ImportError:
-        return []
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, name.encode()[:15].ljust(256, b"\0"))
-            except OSError:
-                continue
-            found.append(socket.inet_ntoa(answer[20:24]))
-    return found

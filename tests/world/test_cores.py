@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshrun.world.cores import granted, quota, share, topology
+from meshrun.world import detect
+from meshrun.world.cores import granted, lost, mine, quota, read, share, topology, written
 
 TWO_SOCKETS_SMT = {cpu: (cpu % 8 // 4, cpu % 4) for cpu in range(16)}
 """Linux's usual numbers: CPUs 0-7 are the first threads of 2 sockets x 4 cores, 8-15 the second ones."""
@@ -112,3 +114,58 @@ def test_quota_is_the_tightest_limit_of_the_groups_above(
 
 def test_no_cgroups_mean_no_quota(tmp_path: Path) -> None:
     assert quota(tmp_path, tmp_path / "absent") is None
+
+
+def test_cores_are_told_and_read() -> None:
+    assert written({8, 0, 3}) == "0,3,8" and read("0,3,8") == {0, 3, 8} and read(written(())) == frozenset()
+
+
+LUMI = ["fe000000000000", "fe00000000000000", "fe0000", "fe000000", "fe", "fe00", "fe00000000", "fe0000000000"]
+
+
+def test_a_sites_masks_put_ranks_near_their_gpus() -> None:
+    usable = {core for core in range(64) if core % 8}
+    assert mine(usable, 0, 8, LUMI) == set(range(49, 56))
+    assert mine(usable, 4, 8, LUMI) == set(range(1, 8))
+    every = [mine(usable, rank, 8, LUMI) for rank in range(8)]
+    assert set.union(*map(set, every)) == usable and sum(map(len, every)) == 56
+
+
+def test_masks_that_do_not_fit_are_passed_over() -> None:
+    assert [len(mine(range(32), rank, 8, LUMI)) for rank in range(8)] == [4] * 8, "a part of the node was granted"
+    assert len(mine(range(64), 0, 4, LUMI)) == 16, "fewer ranks than masks"
+
+
+TRAP = {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "32(x2)"}
+RANK = replace(detect({}, "n1"), source="slurm", size=8, local_size=4, nodes=2)
+
+
+def test_one_core_where_the_node_was_granted_more_is_said_with_the_line_that_mends_it() -> None:
+    said = lost(TRAP, RANK, [{0}, {1}, {2}, {3}], existing=64)
+    assert said is not None and "n1 was granted 32 cores" in said and "of its 4 ranks one has 1 core" in said
+    assert "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK" in said
+    alone = lost(TRAP, replace(RANK, local_size=1), [{5}], existing=64)
+    assert alone is not None and "its rank has 1 core and all have 1" in alone
+    by_mpirun = lost({}, replace(RANK, source="openmpi", local_size=2), [{0}, {1}], existing=64)
+    assert by_mpirun is not None and by_mpirun.endswith("start with mpirun --bind-to none")
+
+
+@pytest.mark.parametrize(
+    "env, source, seen",
+    [
+        (TRAP, "slurm", [set(range(8)), set(range(8, 16))]),
+        ({**TRAP, "SLURM_JOB_CPUS_PER_NODE": "4"}, "slurm", [{0}, {1}, {2}, {3}]),
+        ({**TRAP, "SLURM_JOB_CPUS_PER_NODE": "many"}, "slurm", [{0}]),
+        ({"SLURM_JOB_ID": "7"}, "slurm", [{0}]),
+        ({}, "none", [{0}]),
+        ({}, "torchrun", [{0}, {0}]),
+        ({}, "openmpi", [set(range(32)), set(range(32, 64))]),
+    ],
+)
+def test_nothing_is_said_where_nothing_is_lost(env: dict[str, str], source: str, seen: list[set[int]]) -> None:
+    assert lost(env, replace(RANK, source=source, local_size=len(seen)), seen, existing=64) is None
+
+
+def test_virtual_nodes_that_claim_more_cores_than_there_are_lose_none_and_one_rank_speaks_for_its_node() -> None:
+    assert lost(TRAP, replace(RANK, local_size=2), [{0}, {1}], existing=2) is None
+    assert lost(TRAP, replace(RANK, local_rank=1), [{0}, {1}, {2}, {3}], existing=64) is None
