@@ -1,0 +1,177 @@
+"""A training that is longer than a job: what is written down of a submitted run, and how it goes on after each job.
+
+    record = Record.load(run)                            # RUN/submission.json
+    decision = decide(record, seen)                      # pure: complete, failed, over, or another link
+    decision.sentence, decision.status
+
+A chain is made of links: one job that is put back into the queue, or jobs that follow one another, as the site wants
+it. The last line of a job's script asks for the next link (`meshrun next`). Whatever happens, there is an end: a chain
+has a bounded number of links, and one that stops twice at the same step is over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from meshrun.config import RunDirectory, write_json
+from meshrun.errors import UserError
+from meshrun.launch.job import WORTH_A_RESTART
+from meshrun.launch.submission import NAME, Submission
+
+FORMAT = 1
+KILLED = 128
+"""Exit statuses above it are those of processes that a signal has ended: a lost node, or the time limit."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link of the chain that is over."""
+
+    job: str
+    status: int
+    step: int | None
+    """The step up to which all is saved."""
+    what: str
+    """What was decided then: complete, failed, over or next."""
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a submitted run: RUN/submission.json."""
+
+    submission: Submission
+    jobs: tuple[str, ...] = ()
+    """Ids of its jobs, the newest last; a requeued job has the same one again."""
+    index: int | None = None
+    """Its place in the job array of a sweep."""
+    links: tuple[Link, ...] = ()
+    cancelled: bool = False
+    ended: str = ""
+    """Why there will be no further link; nothing while there may be one."""
+
+    @property
+    def used(self) -> int:
+        """Links used so far, with the one that is pending or running."""
+        return len(self.links) + (not self.ended)
+
+    @classmethod
+    def load(cls, run: Path) -> Record:
+        path = run / NAME
+        try:
+            document = json.loads(path.read_text())
+            return cls(
+                Submission.from_json(document["submission"]),
+                tuple(document["jobs"]),
+                document["index"],
+                tuple(Link(**link) for link in document["links"]),
+                document["cancelled"],
+                document["ended"],
+            )
+        except FileNotFoundError:
+            raise UserError(f"{run} was not submitted: it has no {NAME}; meshrun submit makes runs that have") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+
+    def save(self, run: Path) -> None:
+        document = {
+            **{each.name: getattr(self, each.name) for each in dataclasses.fields(self)},
+            "submission": self.submission.to_json(),
+            "links": [dataclasses.asdict(link) for link in self.links],
+        }
+        write_json(run / NAME, {"format": FORMAT, **document})
+
+    def over(self, job: str, decision: Decision, seen: Seen) -> Record:
+        """The record once a link is over."""
+        link = Link(job, seen.status, seen.step, decision.what, decision.sentence)
+        return replace(self, links=(*self.links, link), ended="" if decision.what == "next" else decision.sentence)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """How a run stands when its job's step has ended."""
+
+    status: int
+    """Of the step."""
+    complete: bool
+    stopped: dict[str, Any] | None
+    """What stopped.json says, if the training stopped in time."""
+    saved: int | None
+    """The newest step of which all is saved; None where there is no checkpoint."""
+    ending: bool = False
+    """Whether Slurm is ending the job for another reason than its time limit: somebody has cancelled it."""
+    preempted: bool = False
+
+    @property
+    def step(self) -> int | None:
+        """The step after which the next link goes on."""
+        return self.stopped["step"] if self.stopped is not None else self.saved
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a chain."""
+
+    what: Literal["complete", "failed", "over", "next"]
+    sentence: str
+    status: int
+
+
+def decide(record: Record, seen: Seen) -> Decision:
+    """What to do after a link."""
+    if seen.complete:
+        return Decision("complete", "the training is complete", 0)
+    if record.cancelled or seen.ending:
+        return Decision("over", "the job was cancelled, so no further link follows", seen.status or 1)
+    where, status = _where(seen), seen.status
+    if seen.stopped is None and status != WORTH_A_RESTART and status <= KILLED:
+        how = f"failed with exit status {status}" if status else "ended without a result"
+        return Decision("failed", f"the training {how}, so no further link follows", status or 1)
+    if seen.stopped is not None and not seen.stopped.get("saved", True):
+        return Decision("over", f"{where}, and keeps no state to go on from (--checkpoint none)", 1)
+    if seen.preempted:
+        return Decision("next", f"{where}; another job needed its nodes, so it is queued again", 0)
+    most = record.submission.links
+    if most == 1:
+        # A training that stopped in time, in a chain of one link, has done what it was asked to.
+        again = f"sbatch {record.submission.script_path} goes on, and --until-done would do so by itself"
+        return Decision("over", f"{where}; {again}", 0 if seen.stopped is not None else status)
+    if record.links and record.links[-1].step == seen.step:
+        return Decision("over", f"{where}, as in the link before: it makes no progress, so the chain ends", status or 1)
+    used = len(record.links) + 1
+    if used >= most:
+        return Decision("over", f"{where}, and all {most} links are used (--links)", status or 1)
+    return Decision("next", f"{where}; link {used + 1} of at most {most} goes on", 0)
+
+
+def seen_of(run: RunDirectory, status: int, ending: bool, preempted: bool) -> Seen:
+    """How a run stands, from what it has left on the disk."""
+    stopped = run.stopped()
+    return Seen(status, stopped is None and _is_complete(run, status), stopped, _newest(run), ending, preempted)
+
+
+def _is_complete(run: RunDirectory, status: int) -> bool:
+    """A run that has reached its end has a result; one that was asked to go on after that refuses to."""
+    try:
+        reached = json.loads((run.path / "result.json").read_text())["steps"]
+        return bool(status == 0 or reached == run.document().get("resolved", {}).get("steps"))
+    except (OSError, ValueError, KeyError, AttributeError):
+        return False
+
+
+def _newest(run: RunDirectory) -> int | None:
+    """The step of the newest checkpoint: a folder has its name only once it is whole."""
+    found = [re.fullmatch(r"step-(\d{8,})(\.\d+)?", path.name) for path in run.checkpoints.glob("step-*")]
+    return max((int(match[1]) for match in found if match), default=None)
+
+
+def _where(seen: Seen) -> str:
+    if seen.stopped is not None:
+        return f"stopped after step {seen.stopped['step']:,} of {seen.stopped['of']:,}, since {seen.stopped['why']}"
+    kept = "before its first checkpoint" if seen.saved is None else f"with all of step {seen.saved:,} saved"
+    return f"cut off {kept} (exit status {seen.status})"
