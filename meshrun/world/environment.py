@@ -54,6 +54,13 @@ def choose_interfaces(gloo: str | None, nccl: str | None) -> None:
             os.environ[name] = interface
 
 
+def module_system(env: Mapping[str, str]) -> str | None:
+    """Which system of modules a shell was set up with."""
+    if env.get("LMOD_CMD") or env.get("LMOD_VERSION"):
+        return "lmod"
+    return "tcl" if env.get("MODULESHOME") or env.get("MODULES_CMD") else None
+
+
 def of_new_job() -> dict[str, str]:
     """For Slurm's commands: a job submitted from within a job must not inherit what the old one was granted."""
     kept = ("SLURM_CONF", "SLURM_CLUSTERS")

@@ -32,6 +32,7 @@ KEYS: dict[str, str] = {
     "host_suffix": "what makes a node's name that of its fast interface",
     "socket_interface": "the interface, or what its name begins with, for gloo and NCCL",
     "cpu_masks": "CPU mask of each local rank, so that it is near its GPU",
+    "module_system": "what loads modules: lmod, or tcl",
     "modules": "lines that load modules",
     "internet": "whether compute nodes reach the internet",
     "chain": "how a job goes on after its time limit: requeue, or submit another",
