@@ -17,6 +17,8 @@ import pytest
 from meshrun.check.cluster import Cluster
 
 HERE = Path(__file__).parent
+CROWDED = "PartitionName=crowded Nodes=ALL OverSubscribe=FORCE:32"
+"""One partition more, in which many jobs may have the same cores."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -34,7 +36,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def kept_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    with Cluster(tmp_path_factory.mktemp("cluster")) as cluster:
+    with Cluster(tmp_path_factory.mktemp("cluster"), config=[CROWDED]) as cluster:
         yield cluster
 
 
