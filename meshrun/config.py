@@ -62,6 +62,7 @@ class RunConfig:
     compress: Literal["none", "fp16", "bf16", "powersgd"] = option("none", "Compress dp's gradients on their way.")
     allow_tp_across_nodes: bool = option(False, "Let tensor-parallel groups span nodes.")
     eval_every: int | None = option(None, "Evaluate every so many steps; once an epoch when absent.")
+    eval_first: int | None = option(None, "Evaluate only the first so many samples of each set.")
     workers: int | None = option(None, "Reader processes a rank; from the cores of a rank when absent.")
     prefetch: int = option(2, "Batches that each reader keeps ready.")
     checkpoint: str = option(
@@ -94,7 +95,8 @@ class RunConfig:
     tensorboard: bool = option(True, "Write TensorBoard scalars where tensorboard is installed.")
 
     def __post_init__(self) -> None:
-        leasts = {"procs": 1, "eval_every": 1, "workers": 0, "prefetch": 1, "threads": 1, "keep": 1, "restarts": 0}
+        leasts = {"procs": 1, "eval_every": 1, "eval_first": 1, "workers": 0, "prefetch": 1, "threads": 1, "keep": 1}
+        leasts["restarts"] = 0
         for name, least in leasts.items():
             value = getattr(self, name)
             if value is not None and value < least:

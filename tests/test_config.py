@@ -37,6 +37,7 @@ FULL = RunConfig(
     allow_tp_across_nodes=True,
     eval_every=4,
     workers=0,
+    eval_first=7,
     prefetch=3,
     checkpoint="10min",
     keep=5,

@@ -22,6 +22,8 @@ from meshrun import Experiment, Schedule, accuracy, cross_entropy
 
 DATA = Path(__file__).parent / "data" / "digits.npz"
 VALIDATION = 2_000
+REHEARSAL = {"width": 8}
+"""Options of a model that `meshrun rehearse` trains in no time."""
 
 
 class Digits:

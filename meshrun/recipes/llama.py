@@ -73,6 +73,9 @@ PRESETS = {
     "70b": Shape(128_256, 8192, layers=80, heads=64, kv_heads=8, ffn=28_672, context=8192, theta=5e5),
 }
 
+REHEARSAL = {"preset": "tiny", "context": 32, "weights": None}
+"""Options of a model that `meshrun rehearse` trains in no time, with heads and layers for most layouts."""
+
 PLAN = {
     # Every rank holds a part of the vocabulary's rows; their sum is handed out along the sequence.
     "embed": "embedding_scatter",
