@@ -24,6 +24,7 @@ from typing import Any
 from urllib.parse import quote
 
 import torch
+from torch.utils.data import Subset
 
 import meshrun
 from meshrun import mesh
@@ -36,6 +37,7 @@ from meshrun.experiment import Experiment
 from meshrun.launch.job import WORTH_A_RESTART
 from meshrun.launch.local import die_with_launcher
 from meshrun.launch.lock import lock
+from meshrun.launch.parting import let_go_when_told
 from meshrun.observe.beside import LATE, Beside, told
 from meshrun.observe.board import Board
 from meshrun.observe.events import Event, EventFile, read_events
@@ -47,10 +49,11 @@ from meshrun.observe.stragglers import sniff_on
 from meshrun.observe.watch import Watcher
 from meshrun.parallel.build import How
 from meshrun.train.bad_steps import Policy
+from meshrun.train.ending import Ending, Signals, begin_anew, deadline_of
 from meshrun.train.interval import parse as parse_interval
 from meshrun.train.loop import Stopped, Trainer
 from meshrun.train.recovery import Keeping
-from meshrun.world import detect
+from meshrun.world import detect, slurm
 
 Tell = Callable[[Event], None]
 
@@ -113,6 +116,7 @@ def rank_command(folder: Path, launcher: int, memory: Path | None = None) -> Non
             if memory is not None:
                 pulse = Pulse.open(memory, rank, world.attempt)
                 mesh.listen(pulse.waiting)
+                let_go_when_told(memory, world.attempt)
             _train(config, run, target, recorder, memory, pulse)
             mesh.finish()
         recorder("end")
@@ -256,8 +260,25 @@ def run_script(config: RunConfig, target: Target) -> None:
 def _train(
     config: RunConfig, run: RunDirectory, target: Target, recorder: Recorder, memory: Path | None, pulse: Pulse | None
 ) -> dict[str, Any]:
+    with Signals() as signals:
+        return _trained_until_told(config, run, target, recorder, memory, pulse, signals)
+
+
+def _trained_until_told(
+    config: RunConfig,
+    run: RunDirectory,
+    target: Target,
+    recorder: Recorder,
+    memory: Path | None,
+    pulse: Pulse | None,
+    signals: Signals,
+) -> dict[str, Any]:
     began = time.monotonic()
     here = start_rank(config)
+    if here.rank == 0:
+        # What a job's shell was told while ranks were starting holds; it has removed what was there before.
+        restarted = here.world.source == "torchrun" and here.world.attempt > 0
+        begin_anew(run, again=restarted or slurm.in_job(os.environ))
     if pulse is not None:
         pulse.sniff = sniff_on(here.device)
     experiment, scale, note = override(make(target, config.options, config.data), config)
@@ -281,26 +302,42 @@ def _train(
         total_steps=trainer.total_steps,
         run=str(run.path),
     )
-    for text in (*([note] if note else []), *trainer.placed.notes):
+    for text in (*([note] if note else []), *here.notes, *trainer.placed.notes):
         recorder("note", text=text)
     resumed = trainer.resume()
     if resumed is not None:
         recorder("resumed", **resumed)
-    if memory is not None:
-        # Ends this rank between two steps, so that its state can be left behind.
-        signal.signal(signal.SIGTERM, lambda *_: setattr(trainer, "stop", True))
+    deadline = deadline_of(config, os.environ, _start_of_run(here, memory)) if here.rank == 0 else None
+    trainer.ending = ending = Ending(trainer, run, signals, deadline, memory, slurm.in_job(os.environ))
+    ending.begin()
     result = {
         "run": str(run.path),
         "world": here.size,
         "layout": str(here.layout),
         "device": str(here.device),
-        **_trained(trainer),
+        **_trained(trainer, ending),
     }
     result["seconds"] = time.monotonic() - began
-    if here.rank == 0:
+    stopped = result.get("stopped")
+    if stopped is not None:
+        recorder("stopped", **stopped)
+    if here.rank == 0 and stopped is not None:
+        write_json(run.stopped_file, {**stopped, "result": result})
+    elif here.rank == 0:
         write_json(run.path / "result.json", result)
         _draw_report(run, recorder)
     return result
+
+
+def _start_of_run(here: mesh.Here, memory: Path | None) -> float:
+    """When this start of the run began, in seconds since 1970: ranks that were started anew are younger than it."""
+    launched = memory is not None or here.world.attempt > 0
+    try:
+        stat = Path(f"/proc/{os.getppid() if launched else os.getpid()}/stat").read_text()
+    except OSError:  # in a container of its own it does not see who has started it
+        return time.time()
+    ticks = int(stat.rpartition(")")[2].split()[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _trainer(
@@ -339,16 +376,19 @@ def _trainer(
     )
 
 
-def _trained(trainer: Trainer) -> dict[str, Any]:
+def _trained(trainer: Trainer, ending: Ending) -> dict[str, Any]:
     """What it reaches; a training that is cut off leaves its state to who goes on with it."""
     try:
-        return trainer.train()
+        try:
+            return trainer.train()
+        except Stopped as stopped:
+            return {"stopped": ending.conclude(stopped), **trainer.totals.result()}
     except (RuntimeError, RunFailed, KeyboardInterrupt) as error:
         _hear_of_no_reader()
-        stopped = isinstance(error, Stopped | KeyboardInterrupt) or has_lost_a_reader(error)
+        graceful = isinstance(error, Stopped | KeyboardInterrupt) or has_lost_a_reader(error)
         lost = isinstance(error, mesh.PeerLost) or mesh.of_collectives(error)
-        if trainer.keeper is not None and (stopped or lost):
-            trainer.keeper.leave(graceful=stopped)
+        if trainer.keeper is not None and (graceful or lost):
+            trainer.keeper.leave(graceful)
         raise
 
 
@@ -366,6 +406,11 @@ def override(experiment: Experiment, config: RunConfig) -> tuple[Experiment, flo
     changes = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     if "epochs" in changes and "steps" not in changes:
         changes["steps"] = None
+    if (first := config.eval_first) is not None:
+        changes["evals"] = {
+            name: Subset(data, range(min(first, len(data))))  # type: ignore[arg-type]
+            for name, data in experiment.evals.items()
+        }
     changed = dataclasses.replace(experiment, **changes)
     ratio = changed.batch / experiment.batch
     if ratio == 1.0:
@@ -407,7 +452,7 @@ def start_rank(config: RunConfig) -> mesh.Here:
 
 
 def _meeting(config: RunConfig) -> mesh.Meeting:
-    names = ("layout", "device", "backend", "timeout", "threads", "runs", "allow_tp_across_nodes")
+    names = ("layout", "device", "backend", "timeout", "threads", "runs", "allow_tp_across_nodes", "site")
     return mesh.Meeting(**{name: getattr(config, name) for name in names})
 
 

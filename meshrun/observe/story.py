@@ -10,8 +10,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
@@ -125,6 +126,12 @@ class Story:
 
     def _line(self, text: str) -> None:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def stopped_in_time(stopped: Mapping[str, Any], run: str) -> str:
+    """A sentence on a training that was stopped before its end."""
+    goes_on = f"meshrun resume {run} goes on" if stopped["saved"] else "nothing of it was kept (--checkpoint none)"
+    return f"stopped after step {stopped['step']:,} of {stopped['of']:,}, since {stopped['why']}; {goes_on}"
 
 
 def _scores(scores: dict[str, float]) -> str:

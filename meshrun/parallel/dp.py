@@ -1,7 +1,7 @@
 """The axis dp: every rank holds the whole model, and gradients are averaged over the ranks once a step.
 
     placed = apply(model, here)
-    outcome = placed.step(7, pieces, samples=64, loss=cross_entropy)
+    outcome = placed.step(7, pieces, samples=64, loss=cross_entropy, asked=nobody)
 
 torch's DistributedDataParallel reduces while the backward pass still runs. Two kinds of step it cannot do, and they are
 reduced here after the backward pass instead: the first one, which finds out whether the model has parameters that take
@@ -28,7 +28,7 @@ from meshrun.experiment import Loss
 from meshrun.mesh import Here
 from meshrun.parallel import buffers, compress
 from meshrun.parallel.dropout import Moment
-from meshrun.parallel.placed import Cutting, Outcome, Piece, Score, Shard, as_sums, call, persistent_buffers
+from meshrun.parallel.placed import Asked, Cutting, Outcome, Piece, Score, Shard, as_sums, call, persistent_buffers
 
 # Ranks agree on running statistics before they are used, not in every forward pass. torch 2.13 renamed the switch.
 _SWITCHES = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -56,7 +56,7 @@ def apply(
 
 
 class Cargo(nn.Module):
-    """The model, and beside it a parameter whose gradient carries (total, count) to all replicas.
+    """The model, and beside it a parameter whose gradient carries (total, count, asked) to all replicas.
 
     Gradients may be fp32, so a count goes as two digits, which stay whole numbers.
     """
@@ -67,7 +67,7 @@ class Cargo(nn.Module):
         super().__init__()
         self.model = model
         dtype = torch.promote_types(like.dtype, torch.float32)
-        self.hold = nn.Parameter(torch.zeros(3, dtype=dtype, device=like.device))
+        self.hold = nn.Parameter(torch.zeros(4, dtype=dtype, device=like.device))
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.model(*inputs, **named)
@@ -76,21 +76,22 @@ class Cargo(nn.Module):
         """The gradient to send; multiplied so that it is the sum and not the mean that arrives."""
         if sums.is_cuda:
             upper = torch.floor(sums[1] / self.DIGIT)
-            return torch.stack([sums[0], upper, sums[1] - upper * self.DIGIT]).to(self.hold) * replicas
+            return torch.stack([sums[0], upper, sums[1] - upper * self.DIGIT, sums[2]]).to(self.hold) * replicas
         # The same with plain numbers: on a CPU six small operations cost more than sending them.
-        total, count = sums.tolist()
+        total, count, asked = sums.tolist()
         upper, lower = divmod(count, self.DIGIT)
-        return torch.tensor([total * replicas, upper * replicas, lower * replicas], dtype=self.hold.dtype)
+        sent = [total * replicas, upper * replicas, lower * replicas, asked * replicas]
+        return torch.tensor(sent, dtype=self.hold.dtype)
 
     def unload(self) -> Tensor:
         """The sums over all replicas; the hold is empty after it."""
         arrived, self.hold.grad = self.hold.grad, None
         assert arrived is not None
         if arrived.is_cuda:
-            total, upper, lower = arrived.double().unbind()
-            return torch.stack([total, upper * self.DIGIT + lower])
-        total, upper, lower = arrived.tolist()
-        return torch.tensor([total, upper * self.DIGIT + lower], dtype=torch.float64)
+            total, upper, lower, asked = arrived.double().unbind()
+            return torch.stack([total, upper * self.DIGIT + lower, asked])
+        total, upper, lower, asked = arrived.tolist()
+        return torch.tensor([total, upper * self.DIGIT + lower, asked], dtype=torch.float64)
 
 
 class Replicated:
@@ -124,19 +125,19 @@ class Replicated:
         self._sums: Tensor | None = None
         self._summing: dist.Work | None = None
 
-    def step(self, step: int, pieces: list[Piece], samples: int, loss: Score) -> Outcome:
+    def step(self, step: int, pieces: list[Piece], samples: int, loss: Score, asked: Asked) -> Outcome:
         """One update's gradients: those of sum(total) / samples over all replicas."""
         self._begin_step(every_rank_has_samples=samples >= self.here.replicas)
         own: Tensor | None = None
         if not pieces:
             own = torch.zeros(2, dtype=torch.float64, device=self.here.device)
-            self._backward(None, own)
+            self._backward(None, _with(own, asked()))
         for number, piece in enumerate(pieces):
             last = number == len(pieces) - 1
             with self._accumulating(reduce=last):
                 found = self._loss(step, piece, loss)
                 own = as_sums(found) if own is None else own + as_sums(found)
-                self._backward(found.total * (self.here.replicas / samples), own if last else None)
+                self._backward(found.total * (self.here.replicas / samples), _with(own, asked()) if last else None)
         assert own is not None
         return Outcome(own, self._finish_reduction(), None)
 
@@ -204,7 +205,7 @@ class Replicated:
             torch.autograd.backward([loss, self._cargo.hold], [None, self._cargo.load(sums, self.here.replicas)])
             return
         if sums is not None:
-            self._sums = sums.clone()
+            self._sums = sums
             self._summing = self.here.sum(self._sums)
         if loss is not None:
             loss.backward()
@@ -288,3 +289,10 @@ class Replicated:
                 dist.all_reduce(mine, group=self._group())
                 parameter.grad = mine.div_(self.here.replicas)
         return int(ranks.min()) == self.here.replicas
+
+
+def _with(sums: Tensor, asked: float) -> Tensor:
+    """The sums and one number more, as a tensor of its own."""
+    if sums.is_cuda:
+        return torch.cat([sums, sums.new_full((1,), asked)])  # filled on the device: the host does not wait
+    return torch.tensor([*sums.tolist(), asked], dtype=sums.dtype)

@@ -1,7 +1,7 @@
 """A model on a mesh of any axes: this rank's parts of it, and one update of them.
 
     placed = Meshed(here, held, pipeline, …)
-    placed.step(7, pieces, samples=64, loss=cross_entropy)
+    placed.step(7, pieces, samples=64, loss=cross_entropy, asked=nobody)
 
 The optimizer, the norm and the clipping see plain tensors (`shards`), whatever torch wraps around them: each element of
 the model counts once in the norm, however many ranks hold it, and one small collective a step carries the norm together
@@ -23,7 +23,7 @@ from meshrun.layout import AXES
 from meshrun.mesh import Here
 from meshrun.parallel import buffers, cp, fsdp, gather
 from meshrun.parallel.pipeline import Pipeline
-from meshrun.parallel.placed import Cutting, Outcome, Piece, Score, Shard, norms, persistent_buffers
+from meshrun.parallel.placed import Asked, Cutting, Outcome, Piece, Score, Shard, norms, persistent_buffers
 
 _BUCKET = 25 << 20
 """Bytes of gradients that travel together."""
@@ -131,7 +131,7 @@ class Meshed:
             )
         return self._holders_of[key]
 
-    def step(self, step: int, pieces: list[Piece], samples: int, loss: Score) -> Outcome:
+    def step(self, step: int, pieces: list[Piece], samples: int, loss: Score, asked: Asked) -> Outcome:
         self._same_on_all_chunks()
         own = self.pipeline.train(step, [self._mine(each) for each in pieces], self._divided_by / samples, loss)
         self._finish_gradients()
@@ -139,9 +139,10 @@ class Meshed:
         copies = [each.copies for each in self.shards if each.parameter.grad is not None]
         squares = norms(gradients).to(own.device) ** 2 if gradients else own.new_zeros(0)
         share = (squares / torch.tensor(copies, dtype=torch.float64, device=own.device)).sum()
-        everyone = torch.cat([own if self._counts_here else torch.zeros_like(own), share.reshape(1)])
+        counted = own if self._counts_here else torch.zeros_like(own)
+        everyone = torch.cat([counted, own.new_full((1,), asked()), share.reshape(1)])
         dist.all_reduce(everyone)
-        return Outcome(own, everyone[:2], everyone[2].sqrt())
+        return Outcome(own, everyone[:3], everyone[3].sqrt())
 
     def scores(self, pieces: Iterable[Piece], functions: Mapping[str, Score]) -> Tensor:
         self._same_on_all_chunks()

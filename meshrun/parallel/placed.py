@@ -1,7 +1,7 @@
 """What every layout makes of a model, and the words that the axes share.
 
     placed = build(...)                                  # a `Placed`
-    outcome = placed.step(7, pieces, samples=64, loss=cross_entropy)
+    outcome = placed.step(7, pieces, samples=64, loss=cross_entropy, asked=nobody)
     for shard in placed.shards: shard.parameter.grad     # what the optimizer works on: this rank's part, a plain tensor
 
 A rank computes `Piece`s, its micro-batches. Where ranks must go in step with each other (all layouts but dp alone),
@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from meshrun.experiment import Loss
 
 Score = Callable[[Any, Any], Loss]
+Asked = Callable[[], float]
+"""Whether this rank is asked to stop, 1 or 0: looked at just before the sums of a step are added up."""
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
 """Of tensors that travel between ranks: a message says by number which it is."""
@@ -67,7 +69,7 @@ class Outcome:
     own: Tensor
     """(total, count) of this rank's samples."""
     sums: Tensor
-    """(total, count) of the global batch."""
+    """(total, count) of the global batch, and how many ranks are asked to stop: all know it after the same step."""
     norm: Tensor | None
     """The norm of the whole gradient, where a rank cannot find it from its own shards alone."""
 
@@ -97,7 +99,7 @@ class Placed(Protocol):
     notes: list[str]
     """What the user should know about how the model was laid out."""
 
-    def step(self, step: int, pieces: list[Piece], samples: int, loss: Score) -> Outcome:
+    def step(self, step: int, pieces: list[Piece], samples: int, loss: Score, asked: Asked) -> Outcome:
         """Forward, backward and reduction of one update: gradients of sum(total) / samples."""
 
     def scores(self, pieces: Iterable[Piece], functions: Mapping[str, Score]) -> Tensor:
@@ -120,6 +122,11 @@ class Placed(Protocol):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and buffer of the state dict, whole, on the host of rank 0; nothing on other ranks."""
+
+
+def nobody() -> float:
+    """An `Asked` of a rank that goes on."""
+    return 0.0
 
 
 def call(module: nn.Module, inputs: Any) -> Any:

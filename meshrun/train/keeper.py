@@ -4,6 +4,7 @@
     keeper.resume()                 # from the nodes' memory, else from the newest checkpoint that is whole
     keeper.after_step()             # saves when it is time, beside the training
     keeper.leave(graceful=False)    # others are gone: this rank's state goes into its node's memory
+    keeper.save_last()              # all ranks stop here, in time: a checkpoint of this very step
     keeper.finish()
 
 All ranks decide the same at the same steps: what differs between them (clocks, a slow disk) is compared at steps that
@@ -12,16 +13,16 @@ all know beforehand, and few of them.
 
 from __future__ import annotations
 
-import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from meshrun.errors import RunFailed
+from meshrun.launch.words import word_of_the_launcher, writing
 from meshrun.state.neighbour import Neighbour
 from meshrun.state.saver import Saver
 from meshrun.train.interval import failures_apart
@@ -66,6 +67,8 @@ class Keeper:
         self._torn = self._prepared = False
         self._cost: float | None = None
         self._stall = 0.0
+        self.took: float | None = None
+        """Seconds from the beginning of the last checkpoint to its end, as this rank saw it."""
         self._saved: int | None = None
         self._saved_at = time.monotonic()
         self._look, self._looked = 0, (0, self._saved_at)
@@ -192,8 +195,12 @@ class Keeper:
     def _has_drawn(self, now: Moment) -> bool:
         return self._drew or not now.random.same(self._first)
 
-    def _report(self) -> None:
+    def _report(self) -> str | None:
+        """Tell what became of saves; returns why the last one failed, if it did."""
+        failure = None
         for saved in self.saver.finished():
+            failure = saved.error
+            self.took = self._stall + saved.seconds
             self.trainer.tell(
                 "checkpoint",
                 step=saved.step,
@@ -205,6 +212,7 @@ class Keeper:
         for each in (self.saver.notes, self._neighbour.notes if self._neighbour is not None else []):
             while each:
                 self.trainer.tell("note", text=each.pop(0))
+        return failure
 
     def go_back(self, before: int) -> int:
         """Load the newest checkpoint of a step up to `before` into the running training; returns its step."""
@@ -226,17 +234,23 @@ class Keeper:
             if here.size == 1:
                 self._save_and_wait()
             return
-        busy = memory / f"words-{here.rank}.busy"
-        busy.touch()
-        try:
+        with writing(memory, here.rank):
             # Who is asked to stop by the launcher has its word already; one who loses others is quicker than it.
-            dead, final = self._word_of_the_launcher(memory, 0.1 if graceful else HEARD_WITHIN)
-            if final:
+            word = word_of_the_launcher(memory, self.keeping.generation, 0.1 if graceful else HEARD_WITHIN)
+            if word is not None and word.final:
                 self._save_and_wait()
             else:
-                self._last_words(dead)
-        finally:
-            busy.unlink(missing_ok=True)
+                self._last_words(word.dead if word is not None else frozenset())
+
+    def save_last(self) -> bool:
+        """Keep this very step, on all ranks alike and whatever it takes; False where no state is kept at all."""
+        if self.keeping.every.never:
+            return False
+        self._save()
+        self.saver.wait()
+        if (failure := self._report()) is not None:
+            raise RunFailed(f"stopped after step {self.trainer.step:,}, but its checkpoint was not kept: {failure}")
+        return True
 
     def _save_and_wait(self) -> None:
         """Nobody comes after this rank: its state goes to disk."""
@@ -249,7 +263,7 @@ class Keeper:
         self.saver.wait()
         self._report()
 
-    def _last_words(self, dead: set[int]) -> None:
+    def _last_words(self, dead: Set[int]) -> None:
         """Into this node's memory, of what several ranks here hold once."""
         here = self.trainer.here
         first = here.rank - here.world.local_rank
@@ -265,17 +279,6 @@ class Keeper:
             if not each.name.startswith(("model/", "optimizer/")) or _weight_of(each.name) in mine
         ]
         self.saver.put("words", found, self._moment.step, self._values())
-
-    def _word_of_the_launcher(self, memory: Path, within: float) -> tuple[set[int], bool]:
-        """Which ranks of this node are gone, and whether none will be started again."""
-        path, give_up = memory / f"dead-{self.keeping.generation}.json", time.monotonic() + within
-        while time.monotonic() < give_up:
-            try:
-                word = json.loads(path.read_text())
-                return set(word["ranks"]), bool(word["final"])
-            except (OSError, ValueError):
-                time.sleep(0.01)
-        return set(), False
 
     def finish(self) -> None:
         """Wait for what is still being written."""

@@ -9,6 +9,7 @@ What happens in `train()`, in this order:
 
     start, or resume: go on from the newest state that is whole
     for every step:       read -> update -> (lagging by one update on a GPU) judge its numbers -> record
+        when any rank is asked to stop:                   stop, all after the same step
         at an epoch's end, or every `eval_every` steps:   evaluate -> record -> keep the best weights
         when it is time:                                  checkpoint
     evaluate once more if the last step was not evaluated -> keep the last weights -> end
@@ -48,9 +49,6 @@ from meshrun.world.cores import granted
 
 Record = Callable[..., None]
 
-STOP_WITHIN = 0.5
-"""Seconds from the first rank that is asked to stop to the step after which all do."""
-
 
 class Life(Protocol):
     """Who is told what this rank is at."""
@@ -60,8 +58,21 @@ class Life(Protocol):
     def finished(self, step: int, seconds: float, data_wait: float) -> None: ...
 
 
+class Ending(Protocol):
+    """Who knows whether this rank is asked to stop, and how much time there is."""
+
+    def asked(self, evaluates: bool) -> float:
+        """1 if it is, else 0; `evaluates` says that an evaluation follows the step that is being computed."""
+
+    def stepped(self, seconds: float) -> None:
+        """A step took so long."""
+
+    def evaluated(self, seconds: float) -> None:
+        """An evaluation took so long."""
+
+
 class Stopped(RunFailed):
-    """This rank was asked to stop, and has done so between two steps."""
+    """Some rank was asked to stop, and all have done so between two steps."""
 
 
 class Trainer:
@@ -116,9 +127,9 @@ class Trainer:
         self.totals = Totals()
         self.evaluated = 0
         """The last step whose scores are known."""
-        self.stop = False
-        """Set from outside: stop soon, between two steps."""
-        self._last_step: int | None = None
+        self.ending: Ending | None = None
+        """Set from outside, where somebody may ask this training to stop."""
+        self._is_asked = False
         self.drew = False
         """Whether the program had drawn random numbers of its own when its state was saved."""
         self.made_groups = [plain(group) for group in self.optimizer.param_groups]
@@ -135,6 +146,7 @@ class Trainer:
             self._accept,
             self.policy.looks_first,
             self.keeper.updating if self.keeper is not None else nullcontext,
+            self._asked,
         )
 
     def resume(self) -> dict[str, Any] | None:
@@ -152,28 +164,24 @@ class Trainer:
             now = time.perf_counter()
             update.seconds, mark = now - mark, now
             self.step = data.step + 1
+            if self.ending is not None:
+                self.ending.stepped(update.seconds)
             self._unsettled.append(update)
-            self.settle(lag)
+            # Who evaluates must know that there is time for it.
+            self.settle(0 if self._to_be_evaluated(self.step) else lag)
             paused = time.perf_counter()
             if self.keeper is not None:
                 self.keeper.remember()
             yield update
+            if self._is_asked:
+                raise Stopped(f"rank {self.here.rank} on {self.here.world.host} stopped after step {self.step}")
             if self.keeper is not None:
                 self.keeper.after_step()
-            if self.stop and self._is_last():
-                raise Stopped(f"rank {self.here.rank} on {self.here.world.host} stopped after step {self.step}")
             mark += time.perf_counter() - paused
         self.settle()
 
-    def _is_last(self) -> bool:
-        """Whether to stop here: the first rank that was asked to says after which step, for all."""
-        if self._last_step is None:
-            # Soon, but not before all others have been asked too.
-            pace = self.totals.seconds / max(1, len(self.totals.losses))
-            wanted = self.step + max(1, math.ceil(STOP_WITHIN / max(pace, 1e-4)))
-            store = self.here.store
-            self._last_step = self.step if store is None else int(store.compare_set("stop", "", str(wanted)))
-        return self.step >= self._last_step
+    def _asked(self) -> float:
+        return self.ending.asked(self._to_be_evaluated(self.step + 1)) if self.ending is not None else 0.0
 
     def _next(self, coming: Iterator[StepData]) -> StepData | None:
         self.at("reading", 1)
@@ -204,7 +212,10 @@ class Trainer:
         began = time.perf_counter()
         self.totals.scores = evaluate(self.here, self.placed, self.experiment, self.reading, self._mark_evaluating)
         self.evaluated = self.step
-        self.tell("eval", step=self.step, scores=self.totals.scores, seconds=time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        self.tell("eval", step=self.step, scores=self.totals.scores, seconds=seconds)
+        if self.ending is not None:
+            self.ending.evaluated(seconds)
         return self.totals.scores
 
     def _mark_evaluating(self) -> None:
@@ -212,10 +223,10 @@ class Trainer:
 
     def train(self) -> dict[str, Any]:
         """The whole run: train, evaluate, keep the best and the last weights."""
-        if self.step and self.evaluated != self.step and self._to_be_evaluated():
+        if self.step and self.evaluated != self.step and self._to_be_evaluated(self.step):
             self._evaluate_and_keep()  # what a run before this one did not come to
         for _ in self.steps():
-            if self._to_be_evaluated():
+            if self._to_be_evaluated(self.step) and not self._is_asked:
                 self._evaluate_and_keep()
         if not self.experiment.evals:
             self.placed.agree_on_buffers()
@@ -224,8 +235,8 @@ class Trainer:
             self.keeper.finish()
         return self.totals.result()
 
-    def _to_be_evaluated(self) -> bool:
-        return self.step % self.eval_every == 0 or self.step == self.total_steps
+    def _to_be_evaluated(self, step: int) -> bool:
+        return step % self.eval_every == 0 or step == self.total_steps
 
     def _one(self, data: StepData) -> Update:
         rate = set_learning_rate(self.optimizer, self.experiment.schedule, data.step, self.total_steps)
@@ -243,7 +254,7 @@ class Trainer:
 
     def _accept(self, values: list[float]) -> bool:
         """Whether an update goes into the weights: not where it would be skipped, or undone at once."""
-        total, count, norm, _ = values
+        total, count, norm, *_ = values
         return self.policy.judge(total / count if count else math.nan, norm, self.totals.losses) is None
 
     def _settle(self, update: Update) -> None:
@@ -251,6 +262,7 @@ class Trainer:
         if verdict is not None and verdict.action == "stop":
             finite = math.isfinite(update.loss) and math.isfinite(update.grad_norm)
             raise RunFailed(f"{verdict.why} at step {update.step + 1}" if finite else self._not_finite(update))
+        self._is_asked = self._is_asked or update.asked
         self.totals.add(update)
         self.tell(
             "step",

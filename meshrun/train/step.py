@@ -25,7 +25,7 @@ from meshrun.data.loader import StepData, to_device
 from meshrun.errors import UserError
 from meshrun.experiment import Loss
 from meshrun.mesh import Here
-from meshrun.parallel.placed import Outcome, Piece, Placed
+from meshrun.parallel.placed import Asked, Outcome, Piece, Placed, nobody
 from meshrun.train.optim import norm_now, norm_on_device, scale_now, scale_on_device
 
 Inspect = Callable[[int, Placed], None]
@@ -48,21 +48,22 @@ class Stepper:
     """Whether the numbers are looked at on a GPU too, which makes the host wait for it."""
     updating: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around the change of the weights."""
+    asked: Asked = nobody
 
     def __call__(self, data: StepData) -> list[float] | Tensor:
-        """Do one update; returns (global loss total, global count, gradient norm, own total), on a GPU as a tensor."""
+        """Do one update; returns `Update.values`, on a GPU as a tensor."""
         samples, outcome = len(data.ids), self.compute(data)
         gradients = [each.parameter.grad for each in self.placed.shards if each.parameter.grad is not None]
         sums, norm = outcome.sums, outcome.norm
         if sums.is_cuda and not any(each.is_cpu for each in gradients[:1]):
             norm = norm_on_device(gradients) if norm is None else norm
             norm = scale_on_device(gradients, norm, samples / sums[1], self.clip)
-            values: list[float] | Tensor = torch.stack([sums[0], sums[1], norm.double(), outcome.own[0]])
+            values: list[float] | Tensor = torch.stack([sums[0], sums[1], norm.double(), outcome.own[0], sums[2]])
         else:
-            total, count = sums.tolist()
+            total, count, asked = sums.tolist()
             factor = samples / count if count else math.nan
             whole = norm_now(gradients) if norm is None else norm.item()
-            values = [total, count, scale_now(gradients, whole, factor, self.clip), outcome.own[0].item()]
+            values = [total, count, scale_now(gradients, whole, factor, self.clip), outcome.own[0].item(), asked]
         if self.inspect is not None:
             self.inspect(data.step, self.placed)
         if isinstance(values, Tensor) and self.looks_first:
@@ -82,7 +83,7 @@ class Stepper:
             for batch, ids, real in zip(data.batches, data.pieces, data.real, strict=True)
         ]
         with here.waiting(f"the gradients of step {data.step + 1}"):
-            return self.placed.step(data.step, pieces, len(data.ids), self._loss)
+            return self.placed.step(data.step, pieces, len(data.ids), self._loss, self.asked)
 
     def _loss(self, outputs: Any, targets: Any) -> Loss:
         return check_loss(self.loss(outputs, targets), "loss")

@@ -28,6 +28,7 @@ class Update:
     pieces: list[list[int]]
     """This rank's samples of the step, a list a micro-batch."""
     values: list[float] | Tensor
+    """(global loss total, global count, gradient norm, own total, how many ranks are asked to stop)."""
     ready: torch.cuda.Event | None
     seconds: float = 0.0
     """Since the update before, less what the caller of `steps` did in between."""
@@ -43,7 +44,7 @@ class Update:
     @property
     def loss(self) -> float:
         """The mean over the global batch."""
-        total, count, _, _ = self._numbers()
+        total, count, *_ = self._numbers()
         return total / count if count else math.nan
 
     @property
@@ -55,6 +56,11 @@ class Update:
     def own_total(self) -> float:
         """The part of the loss's sum that this rank has computed."""
         return self._numbers()[3]
+
+    @property
+    def asked(self) -> bool:
+        """Whether any rank is asked to stop: all of them know it of the same update."""
+        return self._numbers()[4] > 0
 
 
 @dataclass

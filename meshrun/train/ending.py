@@ -1,0 +1,294 @@
+"""When a training has to stop, and how it stops in time: by the clock, a signal or a file, under every launcher alike.
+
+    with Signals() as signals:                           # SIGUSR2 from now on, SIGTERM once `heed` is called
+        trainer.ending = ending = Ending(trainer, run, signals, deadline_of(config, os.environ, began))
+        ending.begin()                                   # refuses to begin what has no time for a step
+        try:
+            trainer.train()
+        except Stopped:
+            ending.conclude()                            # a checkpoint of this step; {"step": 812, "why": …}
+
+A rank that has a reason to stop adds 1 to a number which is summed with the step's loss, so all ranks know after the
+same step that they are to stop; nobody polls. Rank 0 alone looks at the clock and for the file `RUN/stop`.
+
+"In time" is what was measured here: the longest of the last steps, an evaluation if one comes next, twice the time of a
+checkpoint, and some slack.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from meshrun.config import RunConfig, RunDirectory, seconds_in
+from meshrun.errors import SharedError
+from meshrun.launch.words import word_of_the_launcher, writing
+from meshrun.train.loop import Stopped
+from meshrun.world import slurm
+
+if TYPE_CHECKING:
+    from meshrun.train.loop import Trainer
+
+LOOK_EVERY = 1.0
+"""Seconds between two looks for the stop file: it may lie on a disk that a thousand runs share."""
+ASK_AHEAD = 5.0
+"""Seconds before the time to stop at which Slurm is asked whether that still holds: limits get extended."""
+RECENT = 16
+"""Steps that are looked back at."""
+UNKNOWN_CHECKPOINT = 10.0
+"""Seconds that the last checkpoint is given at least as long as none was made."""
+SLACK, SLACK_SHARE, MOST_SLACK = 5.0, 0.01, 60.0
+"""Seconds, and the share of the whole time, that are left over."""
+SHORT = 4, 10
+"""Of a short time the unknown checkpoint gets at most a 4th and the slack a 10th: trying out takes seconds."""
+TRIED_BYTES = 4 << 20
+
+
+class Signals:
+    """Notes who asks this rank to stop, instead of being ended by it."""
+
+    def __init__(self) -> None:
+        self.by: int | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Signals:
+        self._install(signal.SIGUSR2)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def heed(self) -> None:
+        """SIGTERM too: before there is a state to keep, who sends it wants this process gone."""
+        self._install(signal.SIGTERM)
+
+    def _install(self, number: int) -> None:
+        if threading.current_thread() is threading.main_thread():  # Python lets no other thread do this
+            self._before[number] = signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.by = self.by or number
+
+
+@dataclass
+class Deadline:
+    """When all must be over, in seconds since 1970."""
+
+    end: float
+    limit: float
+    """How long all of it is, in seconds."""
+    what: str
+    """The job ends, or the deadline is."""
+    ask: Callable[[], float | None] | None = None
+    """Asks anew when the end is."""
+
+    @property
+    def slack(self) -> float:
+        return min(SLACK + SLACK_SHARE * self.limit, MOST_SLACK, self.limit / SHORT[1])
+
+    @property
+    def unknown_checkpoint(self) -> float:
+        return min(UNKNOWN_CHECKPOINT, self.limit / SHORT[0])
+
+    @property
+    def why(self) -> str:
+        return f"{self.what} in {max(0.0, self.end - time.time()):.0f} s"
+
+
+def deadline_of(config: RunConfig, env: Mapping[str, str], began: float) -> Deadline | None:
+    """When a run that began then must be over, if anybody says so."""
+    if config.deadline == "auto":
+        end = slurm.end_of_job(env)
+        if end is None:
+            return None
+        return Deadline(end, max(0.0, end - began), "the job ends", lambda: slurm.end_of_job_now(env))
+    limit = seconds_in(config.deadline)
+    return Deadline(began + limit, limit, "the deadline is") if limit is not None else None
+
+
+class Ending:
+    """One rank's part in the end of its training."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        run: RunDirectory,
+        signals: Signals,
+        deadline: Deadline | None,
+        memory: Path | None = None,
+        in_slurm: bool = False,
+    ) -> None:
+        """Of the `deadline` and the stop file rank 0 takes care; in `memory` a launcher of ours leaves its word."""
+        self._trainer, self._run, self._signals = trainer, run, signals
+        self._memory, self._in_slurm = memory, in_slurm
+        self._looks = trainer.here.rank == 0
+        keeper = trainer.keeper
+        keeps = keeper is not None and not keeper.keeping.every.never
+        # To stop early would gain nothing where nothing can be kept: it may still reach its end.
+        self._deadline = deadline if self._looks and keeps else None
+        self._why: str | None = None
+        self._look_at = 0.0
+        self._asking: threading.Thread | None = None
+        self._asked_about = 0.0
+        """The end that Slurm was asked about last."""
+        self._steps: deque[float] = deque([0.0], RECENT)
+        self._evaluation: float | None = None
+        self._unknown_checkpoint = self._guessed_checkpoint() if self._deadline is not None else 0.0
+
+    def begin(self) -> None:
+        """From now on this rank can be asked; refuses to begin where there is no time for a step."""
+        refusal = ""
+        if self._deadline is not None and self._is_time(needed := self._needed(evaluates=False)):
+            refusal = (
+                f"{self._deadline.why}, which is too short for a step and a checkpoint ({needed:.0f} s as far as is "
+                f"known); give it more time (--deadline, or the job's time limit)"
+            )
+        # Else every link of a chain would begin, get nowhere, and hand over to the next.
+        refusal = self._trainer.here.from_rank_0(refusal)
+        if refusal:
+            raise SharedError(refusal)
+        self._signals.heed()
+
+    def asked(self, evaluates: bool) -> float:
+        """1 if this rank has a reason to stop, else 0; once a step, of which nothing is noticed."""
+        if self._why is None:
+            if self._signals.by is not None:
+                self._why = f"it got {signal.Signals(self._signals.by).name}"
+            elif self._looks:
+                self._look(evaluates)
+        return 0.0 if self._why is None else 1.0
+
+    def stepped(self, seconds: float) -> None:
+        self._steps.append(seconds)
+
+    def evaluated(self, seconds: float) -> None:
+        self._evaluation = seconds
+
+    def _look(self, evaluates: bool) -> None:
+        """On rank 0: is the file there, or the time come?"""
+        now = time.monotonic()
+        if now >= self._look_at:
+            self._look_at = now + LOOK_EVERY
+            if self._run.stop_file.exists():
+                self._why = f"{self._run.stop_file} was made"
+                return
+        if self._deadline is not None:
+            needed = self._needed(evaluates)
+            if self._is_time(needed + ASK_AHEAD):
+                self._ask_again(self._deadline)
+                if self._is_time(needed):
+                    if self._asking is not None:
+                        self._asking.join(ASK_AHEAD)  # where steps are long, it was asked just now
+                    self._why = self._deadline.why if self._is_time(needed) else None
+
+    def _is_time(self, needed: float) -> bool:
+        assert self._deadline is not None
+        return time.time() + needed > self._deadline.end
+
+    def _needed(self, evaluates: bool) -> float:
+        """Seconds to the very end, if all ranks stop one step later than they could now."""
+        assert self._deadline is not None and self._trainer.keeper is not None
+        step, took = max(self._steps), self._trainer.keeper.took
+        # The step that is being computed and the next one; on a GPU its numbers are seen another one later.
+        steps = 3 if self._trainer.here.device.type == "cuda" else 2
+        evaluation = self._time_of_evaluation(step) if evaluates else 0.0
+        saving = self._unknown_checkpoint if took is None else 2 * took
+        return steps * step + evaluation + saving + self._deadline.slack
+
+    def _time_of_evaluation(self, step: float) -> float:
+        if self._evaluation is not None:
+            return self._evaluation
+        experiment = self._trainer.experiment
+        # Until one was made: forward alone is quicker than a step, but who knows by how much.
+        return step * sum(math.ceil(len(each) / experiment.batch) for each in experiment.evals.values())
+
+    def _guessed_checkpoint(self) -> float:
+        """Twice the time for this rank's weights and two moments, by the time that some bytes take, or more."""
+        assert self._deadline is not None and self._trainer.keeper is not None
+        shards = self._trainer.placed.shards
+        size = 3 * sum(each.parameter.numel() * each.parameter.element_size() / each.copies for each in shards)
+        rate = _bytes_a_second(self._trainer.keeper.keeping.folder)
+        return max(self._deadline.unknown_checkpoint, 2 * size / rate)
+
+    def _ask_again(self, deadline: Deadline) -> None:
+        """Beside the training, and once for every end that was told."""
+        if deadline.ask is None or self._asked_about == deadline.end:
+            return
+        self._asked_about = deadline.end
+        self._asking = threading.Thread(target=_learn, args=(deadline, deadline.ask), name="deadline", daemon=True)
+        self._asking.start()
+
+    def conclude(self, stopped: Stopped) -> dict[str, Any]:
+        """All ranks have stopped after this step: keep it, and say why.
+
+        Raises `stopped` again where a launcher of ours will start ranks anew, which is the reason or the consequence.
+        """
+        here = self._trainer.here
+        memory, word = self._memory, None
+        if memory is not None:
+            word = word_of_the_launcher(memory, here.world.attempt)
+        if word is not None and word.dead:
+            raise stopped  # who is gone cannot be asked
+        said = here.gathered((self._why, self._signals.by, word.final if word is not None else None))
+        finals = [final for _, _, final in said if final is not None]
+        strangers = [by for why, by, _ in said if why is not None]
+        restarts = memory is not None and not self._in_slurm and set(strangers) == {signal.SIGTERM}
+        if not any(finals) if finals else restarts:
+            raise stopped
+        assert self._trainer.keeper is not None
+        with writing(memory, here.rank) if memory is not None else nullcontext():
+            saved = self._trainer.keeper.save_last()
+        if here.rank == 0:
+            self._run.stop_file.unlink(missing_ok=True)
+        why = next(why for why, _, _ in said if why is not None)
+        return {
+            "step": self._trainer.step,
+            "of": self._trainer.total_steps,
+            "why": why,
+            "time": time.time(),
+            "saved": saved,
+        }
+
+
+def begin_anew(run: RunDirectory, again: bool) -> None:
+    """On rank 0, as early as can be: what was asked of the run before is no part of this start of it.
+
+    `again` says that its launcher has only started ranks anew.
+    """
+    run.stopped_file.unlink(missing_ok=True)
+    if not again:
+        run.stop_file.unlink(missing_ok=True)
+
+
+def _learn(deadline: Deadline, ask: Callable[[], float | None]) -> None:
+    if (end := ask()) is not None:
+        deadline.end = end
+
+
+def _bytes_a_second(folder: Path) -> float:
+    """How fast a little is written there, which is slower than much would be."""
+    path = folder / f".tried-{os.getpid()}"
+    began = time.perf_counter()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with path.open("wb") as file:
+            file.write(bytes(TRIED_BYTES))
+            file.flush()
+            os.fsync(file.fileno())
+        return TRIED_BYTES / (time.perf_counter() - began)
+    except OSError:
+        return math.inf  # the checkpoint itself will say what is wrong
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
