@@ -90,7 +90,7 @@ def probe(ask: Ask, env: Mapping[str, str] | None = None, interfaces: Sequence[I
     say("socket_interface", fast and (fast.rstrip("0123456789") or fast), "interfaces", verified=False)
     say("module_system", module_system(env or {}), "variables")
     name = re.sub("[^A-Za-z0-9.-]", "-", cluster).strip(".-") or "here"
-    version = f", Slurm {config['SLURM_VERSION']}" if config.get("SLURM_VERSION") else ""
+    version = next((f", Slurm {value}" for name, value in config.items() if name.endswith("_VERSION")), "")
     detect = Detect(cluster=(f"^{re.escape(cluster)}$",), source="scontrol show config", verified=True)
     return Site(
         name, f"the cluster {cluster or 'here'}{version}", values, found, detect=detect if cluster else Detect()
