@@ -57,14 +57,18 @@ def granted(env: Env) -> Granted:
     job = env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID") or None
     if job is None:
         return Granted(gpus_listed=listed, gpus_listed_by=by)
-    step = env.get("SLURM_STEP_GPUS") or env.get("SLURM_JOB_GPUS")
+    listing = env.get("SLURM_STEP_GPUS") or env.get("SLURM_JOB_GPUS")
+    mine = len(listing.split(",")) if listing else None
+    on_node = _number(env.get("SLURM_GPUS_ON_NODE")) or mine
+    # A task that was given GPUs of its own is told these alone, though it may be shown them under other numbers.
+    own = mine if mine is not None and on_node is not None and mine < on_node else None
     return Granted(
         slurm_job=job,
         cpus_per_task=_number(env.get("SLURM_CPUS_PER_TASK")),
         cpus_on_node=_number(env.get("SLURM_CPUS_ON_NODE")),
         srun_told=bool(env.get("SRUN_CPUS_PER_TASK")),
-        gpus_per_task=_number(env.get("SLURM_GPUS_PER_TASK")),
-        gpus_on_node=_number(env.get("SLURM_GPUS_ON_NODE")) or (len(step.split(",")) if step else None),
+        gpus_per_task=_number(env.get("SLURM_GPUS_PER_TASK")) or own,
+        gpus_on_node=on_node,
         gpus_listed=listed,
         gpus_listed_by=by,
     )

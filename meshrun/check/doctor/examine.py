@@ -14,7 +14,7 @@ Round by round, each beginning when all have told what they saw in the one befor
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +69,6 @@ def examine(world: World, runs: Path, asked: Asked) -> Seen | None:
             case = _rounds(world, runs, asked, mine, exchange, held)
         finally:
             exchange.close()
-            if not asked.quick:
-                measure.leave()
     if case is None:
         return None
     return Seen(case, judge(case), time.monotonic() - began)
@@ -85,17 +83,25 @@ def _rounds(
     peers = {int(node): Peer(**each) for node, each in roster["peers"].items()}
     first = world.local_rank == 0
     links = probe(mine, peers, roster["master"], world.job, asked.quick) if first and len(peers) > 1 else Links()
-    letter = {"links": links.to_json(), "sees": exchange.sees_files()}
-    plan = exchange.round("links", letter, lambda letters: _plan(letters, asked.quick))
+    letter = {"links": links.to_json(), "sees": not mine.folder.error and exchange.sees_files()}
+    plan = exchange.round("links", letter, lambda _: {"meet": not asked.quick and _could_meet(exchange, world, held)})
     rounds: list[list[Work]] = []
     together = Together()
-    if plan is not None and plan["measure"]:
+    if plan is not None and not asked.quick:
         rounds = _work(world, exchange)
-        if plan["meet"]:
-            together = measure.together(world, runs, asked.site)
-    exchange.tell("together", {"together": together.to_json()})
+        together = measure.together(world, runs, asked.site) if plan["meet"] else measure.alone()
+    exchange.tell("together", {"together": together.to_json()}, asked.timeout + measure.MEETING_S)
+    if together.latency is not None:
+        measure.leave()
     if world.rank != 0:
         return None
+    case = _case(exchange, world, held)
+    sums = {rank: Together(**each["together"]) for rank, each in exchange.heard["together"].items()}
+    return replace(case, rounds=rounds, together=sums if rounds else {}, left=tuple(left_over(runs)))
+
+
+def _case(exchange: Exchange, world: World, held: tuple[Held, ...]) -> Case:
+    """What rank 0 knows before anything was measured."""
     heard = exchange.heard
     return Case(
         facts=[Facts.from_json(each["facts"]) for each in heard["facts"].values()],
@@ -103,10 +109,7 @@ def _rounds(
         links={rank: Links.from_json(each["links"]) for rank, each in heard["links"].items()},
         blind=frozenset(rank for rank, each in heard["links"].items() if rank and not each["sees"]),
         unseen=frozenset(set(heard["links"]) - exchange.seen_files() - {0}) if exchange.files_work else frozenset(),
-        rounds=rounds,
-        together={rank: Together(**each["together"]) for rank, each in heard["together"].items()} if rounds else {},
         held=held,
-        left=tuple(left_over(runs)),
     )
 
 
@@ -120,10 +123,10 @@ def _roster(letters: dict[int, Document]) -> Document:
     }
 
 
-def _plan(letters: dict[int, Document], quick: bool) -> Document:
-    """Ranks that do not reach each other need not try to meet: it would only take a timeout to fail."""
-    ways = [way for letter in letters.values() for way in letter["links"]["ways"] if way["by"] != "name"]
-    return {"measure": not quick, "meet": all(way["works"] for way in ways)}
+def _could_meet(exchange: Exchange, world: World, held: tuple[Held, ...]) -> bool:
+    """Whether a process group is worth a try: where something is in its way, it would only fail after a timeout."""
+    in_the_way = ("ranks", "address", "network", "folder", "ports")
+    return not any(finding.check in in_the_way for finding in judge(_case(exchange, world, held)))
 
 
 def _work(world: World, exchange: Exchange) -> list[list[Work]]:

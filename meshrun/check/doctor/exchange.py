@@ -32,6 +32,8 @@ Document = dict[str, Any]
 FOLDER = ".doctor"
 LOOK_EVERY = 0.02
 """Seconds between two looks for a letter; in worlds above 64 ranks as many times longer as they are larger."""
+GONE = 25
+"""Looks in a row without any sign of rank 0, after it has answered before: it is done, or dead."""
 SHOWN_AFTER = 5.0
 """Seconds until a file that was written on one node is seen on all: then the folder is not shared."""
 
@@ -56,6 +58,7 @@ class Exchange:
         self._expected = set(range(world.size))
         self._pause = LOOK_EVERY * max(1.0, world.size / 64)
         self._at: tuple[str, int] | None = None
+        self._answered = False
         self.heard: dict[str, dict[int, Document]] = {}
         """On rank 0: the letters of each round, by rank."""
         self.files_work = False
@@ -84,12 +87,12 @@ class Exchange:
             return answer
         return self._sent(phase, mine, patience, wants_answer=True)
 
-    def tell(self, phase: str, mine: Document) -> None:
+    def tell(self, phase: str, mine: Document, patience: float) -> None:
         """The last letter: others go on once it is delivered, rank 0 when it has all of them."""
         if self._world.rank == 0:
-            self._collected(phase, mine, self._patience)
+            self._collected(phase, mine, patience)
         else:
-            self._sent(phase, mine, self._patience, wants_answer=False)
+            self._sent(phase, mine, patience, wants_answer=False)
 
     def sees_files(self) -> bool:
         """Whether what rank 0 wrote is seen here; a network file system may take a moment to show it."""
@@ -136,26 +139,32 @@ class Exchange:
 
     def _sent(self, phase: str, mine: Document, patience: float, wants_answer: bool) -> Document | None:
         letter = {"rank": self._world.rank, "phase": phase, "token": self._token, "document": mine}
-        give_up = time.monotonic() + 2 * patience
-        written: str | None = None
-        while time.monotonic() < give_up:
+        give_up, written, silent = time.monotonic() + 2 * patience, "", 0
+        while time.monotonic() < give_up and not (self._answered and silent > GONE):
             hello = self._hello()
             if hello is not None and written != hello["token"]:
                 self.files_work = True
-                self._write(hello["token"], f"{phase}-{self._world.rank}", letter)
                 written = hello["token"]
-            reply = self._posted(letter, hello)
-            if reply is not None and (not wants_answer or reply.get("answer") is not None):
-                return reply.get("answer")
-            if hello is not None:
-                if not wants_answer and (self._home / hello["token"] / f"{phase}-{self._world.rank}.json").exists():
-                    return None
-                found = _read(self._home / hello["token"] / f"{phase}-answer.json") if wants_answer else None
-                # An answer to somebody else's letter was left by an earlier launch of the same name.
-                if found is not None and found.get("heard", {}).get(str(self._world.rank)) == self._token:
-                    return found["answer"]
+                self._write(written, f"{phase}-{self._world.rank}", letter)
+            reply = self._posted(letter, hello) or self._left_for_me(phase, hello)
+            if reply is not None and reply.get("answer") is not None:
+                self._answered = True
+                return reply["answer"]
+            if not wants_answer and (reply is not None or self._is_left(phase, hello)):
+                return None
+            silent = silent + 1 if reply is None and hello is None else 0
             time.sleep(self._pause)
         return None
+
+    def _left_for_me(self, phase: str, hello: Document | None) -> Document | None:
+        """Rank 0's answer in the folder; one to another letter was left by an earlier launch of the same name."""
+        found = _read(self._home / hello["token"] / f"{phase}-answer.json") if hello is not None else None
+        mine = found is not None and found.get("heard", {}).get(str(self._world.rank)) == self._token
+        return found if mine else None
+
+    def _is_left(self, phase: str, hello: Document | None) -> bool:
+        """Whether this rank's letter lies in the folder."""
+        return hello is not None and (self._home / hello["token"] / f"{phase}-{self._world.rank}.json").exists()
 
     def _hello(self) -> Document | None:
         found = _read(self._home / "rank-0.json")

@@ -87,7 +87,7 @@ def _line(host: str, ranks: list[Facts], figures: dict[str, Any], size: int) -> 
     if gpus["granted"] is not None:
         words.append(f"{'all' if gpus['listed'] is None else gpus['listed']} of {gpus['granted']} GPUs shown")
     if figures["interface"] and len(ranks) < size:
-        words.append(f"{figures['address']} on {figures['interface']}")
+        words.append(f"{figures['address']}, collectives over {figures['interface']}")
     words += [f"{name} {rate / 1e6:,.0f} MB/s" for name, rate in figures["bytes_per_s"].items()]
     if len(ranks) < size:
         words.append(f"clock {1000 * figures['clock_ahead_s']:+.1f} ms")

@@ -23,7 +23,8 @@ from meshrun.check.doctor.reading import resolved, source_for
 
 SHORT = 2.0
 """Seconds after which a node that has not answered is not reachable."""
-SEND_FOR, TRIES = 0.2, 3
+SEND_FOR, TRIES = 0.15, 3
+ITSELF = ""
 PINGS = 10
 MOST = 32
 """Other nodes that a node tries to reach; in larger worlds those at distances of powers of two, and the first."""
@@ -77,6 +78,8 @@ class Links:
     ways: tuple[Way, ...] = ()
     clock: Clock | None = None
     speeds: tuple[Speed, ...] = ()
+    to_itself: float | None = None
+    """Bytes a second that the node sends to itself in the same way: what a busy machine leaves for the network."""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -87,6 +90,7 @@ class Links:
             tuple(Way(**each) for each in found["ways"]),
             Clock(**found["clock"]) if found["clock"] else None,
             tuple(Speed(**each) for each in found["speeds"]),
+            found["to_itself"],
         )
 
 
@@ -112,9 +116,13 @@ def probe(mine: Facts, peers: dict[int, Peer], master: str | None, job: str, qui
         tries.append((peers[0], "master"))
     with ThreadPoolExecutor(MOST) as pool:
         ways = list(pool.map(lambda each: _way(each[0], each[1], master, job), tries))
-    speeds = [] if quick or not to else _speeds(mine, peers[to[0]], job)
     clock = _clock(peers[0], job) if mine.node != 0 and 0 in peers else None
-    return Links(tuple(way for way in ways if way is not None), clock, tuple(speeds))
+    there = tuple(way for way in ways if way is not None)
+    if quick or not to:
+        return Links(there, clock)
+    speeds = _speeds(mine, peers[to[0]], job)
+    own = speeds.pop(ITSELF, 0.0)
+    return Links(there, clock, tuple(Speed(to[0], name, rate) for name, rate in speeds.items()), own or None)
 
 
 def _way(peer: Peer, by: str, master: str | None, job: str) -> Way | None:
@@ -144,17 +152,20 @@ def _clock(first: Peer, job: str) -> Clock | None:
     return best
 
 
-def _speeds(mine: Facts, peer: Peer, job: str) -> list[Speed]:
-    """The best of some tries over each interface that leads to an address of the peer's."""
+def _speeds(mine: Facts, peer: Peer, job: str) -> dict[str, float]:
+    """The best of some tries over each interface that leads to an address of the peer's, and within this node."""
     names = {each.address: each.name for each in mine.network.interfaces}
-    found: dict[str, float] = {}
+    ways = {ITSELF: ("127.0.0.1", "127.0.0.1", mine.port)}
     for address in peer.interfaces.values():
         own = source_for(address)
-        if own is not None and names.get(own) not in (None, *found):
-            rates = [_sent(own, address, peer.port, job) for _ in range(TRIES)]
-            if max(rates) > 0:
-                found[names[own]] = max(rates)
-    return [Speed(peer.node, name, rate) for name, rate in found.items()]
+        if own in names:
+            ways.setdefault(names[own], (own, address, peer.port))
+    found = dict.fromkeys(ways, 0.0)
+    # In turns, so that a moment in which the machine was busy does not decide about one of them.
+    for _ in range(TRIES):
+        for name, way in ways.items():
+            found[name] = max(found[name], _sent(*way, job))
+    return {name: rate for name, rate in found.items() if rate > 0}
 
 
 def _sent(own: str, address: str, port: int, job: str) -> float:

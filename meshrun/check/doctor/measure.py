@@ -144,6 +144,13 @@ def _rate(product: Callable[[], object], size: int) -> float:
     return count * 2 * size**3 / took
 
 
+def alone() -> Together:
+    """What can be told without the others."""
+    import torch
+
+    return Together(gpus=torch.cuda.device_count())
+
+
 def together(world: World, runs: Path, site: str | None) -> Together:
     """Meet as a training would, and time sums over all ranks."""
     import torch

@@ -19,7 +19,8 @@ TENTH = 0.1
 """Below this part of what the interface carries, one stream is not just slow: something is wrong with the link."""
 ONE_STREAM = 1.25e9
 """Bytes a second that one stream of TCP, sent by Python, reaches on any fast network."""
-HALF = 0.5
+THIRD = 1 / 3
+"""An interface is the wrong one if another carries more than three times as much: less is noise."""
 
 
 def addresses(case: Case) -> Iterator[Finding]:
@@ -137,7 +138,7 @@ def _slower_than_could_be(case: Case, host: str, rank: Facts) -> Iterator[Findin
     measured = {speed.interface: speed.bytes_per_s for speed in links.speeds} if links else {}
     carry = measured or {each.name: 125_000.0 * each.speed for each in rank.network.interfaces if each.between_nodes}
     best = max(carry, key=lambda name: carry[name], default="")
-    if not 0 < carry.get(used.name, 0) < HALF * carry[best]:
+    if not 0 < carry.get(used.name, 0) < THIRD * carry[best]:
         return
     asked = "GLOO_SOCKET_IFNAME names it" if rank.network.gloo else f"{rank.network.address} is its address"
     yield Finding(
@@ -153,16 +154,17 @@ def _slower_than_could_be(case: Case, host: str, rank: Facts) -> Iterator[Findin
 
 def _slow_links(case: Case, misled: set[str]) -> Iterator[Finding]:
     """The link to the next node over the interface in use, against what it should carry and against other links."""
-    links: list[tuple[Facts, Interface, Speed]] = []
+    links: list[tuple[Facts, Interface, Speed, float]] = []
     for rank, found in case.links.items():
         me = case.rank(rank)
         used = me.network.used() if me else None
         if me is not None and used is not None and me.host not in misled:
-            links += [(me, used, speed) for speed in found.speeds if speed.interface == used.name]
-    for me, used, speed in links:
-        others = [each.bytes_per_s for _, _, each in links if each is not speed]
-        usual = statistics.median(others) if len(others) >= 2 else 0.0
-        usual, word = max((usual, "is"), (min(125_000.0 * used.speed, ONE_STREAM), "would be"))
+            could = min(125_000.0 * used.speed, found.to_itself or 0.0, ONE_STREAM)
+            links += [(me, used, speed, could) for speed in found.speeds if speed.interface == used.name]
+    for me, used, speed, could in links:
+        others = [each.bytes_per_s for _, _, each, _ in links if each is not speed]
+        among = statistics.median(others) if len(others) >= 2 else 0.0
+        usual, word = max((among, "is"), (could, "would be"))
         if speed.bytes_per_s < TENTH * usual:
             to = case.host(speed.to)
             yield Finding(

@@ -47,10 +47,10 @@ def shared_folder(case: Case) -> Iterator[Finding]:
     broken = {each.rank for each in case.facts if each.folder.error}
     if first is None or 0 in broken:
         return
-    apart = {rank for rank in case.blind | (case.unseen - broken) if rank != 0}
+    apart = (case.blind | case.unseen) - broken - {0}
     for host, ranks in case.nodes().items():
-        if any(each.rank in apart for each in ranks):
-            folder = ranks[0].folder
+        folder = next((each.folder for each in ranks if each.rank in apart), None)
+        if folder is not None:
             on = f" ({folder.filesystem} there)" if folder.filesystem else ""
             yield Finding(
                 "folder",
