@@ -33,7 +33,7 @@ GENERAL = [
     Option("json", bool, False, "Print one JSON document on standard output, nothing else."),
     Option("debug", bool, False, "Show tracebacks."),
 ]
-SHADOWABLE = ("steps", "epochs", "batch", "micro", "seed", "clip", "precision", "data")
+SHADOWABLE = ("steps", "epochs", "batch", "micro", "seed", "clip", "precision", "data", "eval_first")
 """Options of a run that an experiment function may have as parameters of its own, which then get the value."""
 FOR_SCRIPTS = (
     *("procs", "layout", "device", "backend", "threads", "port", "timeout", "name", "runs", "restarts"),
@@ -76,6 +76,27 @@ NOT_FOR_CHAOS = (
     *("restarts", "on_hang", "record_ids", "spare", "nodes", "join", "deadline", "site"),
 )
 """Options of a run that `chaos` decides by itself, or has with another meaning."""
+OF_SUBMIT = [
+    Option("nodes", int, 1, "Nodes of the job."),
+    Option("gpus_per_node", int, None, "GPUs, and ranks, of a node; all that the site has when absent, 0 for CPUs."),
+    Option("time", str, "1h", "Time limit of a job: 90min, 12h, or as Slurm writes it (1-12:00:00)."),
+    Option("partition", str, None, "Slurm's partition; the site's usual one when absent."),
+    Option("account", str, None, "Whom the job is charged to."),
+    Option("qos", str, None, "Slurm's quality of service."),
+    Option("constraint", str, None, "Features that nodes must have."),
+    Option("cpus_per_gpu", int, None, "Hardware threads beside each GPU or rank; the site's share when absent."),
+    Option("sbatch", str, [], "Another option for sbatch, such as --sbatch=--mem=64G; as often as needed.", True),
+    Option("setup", Path, None, "File of shell lines to run first in the job, such as module load."),
+    Option("offline", bool, False, "Have libraries use files that are there, where the site has internet too."),
+    Option("until_done", bool, False, "Go on in further jobs until the training is complete."),
+    Option("links", int, None, "Most jobs of --until-done (default 20)."),
+    Option("sweep", str, [], "One run for each value: lr=1e-3,3e-4; several of them give all combinations.", True),
+    Option("dry_run", bool, False, "Print the script, and submit nothing."),
+    Option("wait", bool, False, "With --json: wait for the end, and print what was reached."),
+    Option("follow", bool, True, "Show the training live until its end."),
+]
+NOT_FOR_SUBMIT = ("nodes", "join", "port")
+"""Options of a run that a job decides by itself."""
 OF_STAGE = [Option("verify", bool, False, "Fetch nothing; check that all is as it was staged.")]
 
 
@@ -103,6 +124,8 @@ class Command:
     """Whether a plain script can be its target."""
     beyond: tuple[str, ...] = ()
     """Options that are none of a run, though a run may have some of the same name."""
+    own: Callable[[Target], list[Option]] = lambda target: options_of(target.function())
+    """Finds the options that the target brings."""
 
 
 def parse_run(words: list[str]) -> Asked | None:
@@ -130,6 +153,21 @@ def parse_stage(words: list[str]) -> Asked | None:
     """Read the words after `stage`; None when they only asked for help."""
     of_run = [each for each in run_options() if each.name == "data"]
     return _parse(Command("stage", "Fetch the data of", [*OF_STAGE, *of_run], beyond=("verify",)), words)
+
+
+def parse_submit(words: list[str], name: str = "submit", static: bool = False) -> Asked | None:
+    """Read the words after `submit`; None when they only asked for help. `static` imports nothing of the target."""
+    of_run = [each for each in run_options() if each.name not in NOT_FOR_SUBMIT]
+    beyond = tuple(each.name for each in OF_SUBMIT)
+    command = Command(name, "Submit a job that trains", [*OF_SUBMIT, *of_run], beyond=beyond)
+    return _parse(replace(command, own=_from_text) if static else command, words)
+
+
+def _from_text(target: Target) -> list[Option]:
+    from meshrun.cli.static import static_options
+
+    found = static_options(target)
+    return found if found is not None else options_of(target.function())
 
 
 def parse_resume(words: list[str]) -> Asked | None:
@@ -192,7 +230,7 @@ def _parse(command: Command, words: list[str]) -> Asked | None:
 
 def _read(command: Command, target: Target, text: str, words: list[str], before: RunConfig | None) -> Asked | None:
     """What the words ask for, with the options of the target; others are as `before`, or as usual."""
-    own = options_of(target.function()) if target.entry is not None else []
+    own = command.own(target) if target.entry is not None else []
     _refuse_clashes(command, target, own)
     names = {option.name for option in own}
     others = [each for each in command.options if each.name not in names]

@@ -22,6 +22,8 @@ from meshrun.cli.command import Asked, invoke, parse_chaos, parse_resume, parse_
 from meshrun.cli.doctor import doctor_command
 from meshrun.cli.export import export_command
 from meshrun.cli.inspect import inspect_command
+from meshrun.cli.jobs import cancel_command, follow_command, jobs_command
+from meshrun.cli.sites import sites_app
 from meshrun.cli.target import recipes
 from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.world import detect
@@ -66,9 +68,27 @@ def stage(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
     del target  # as `run`
 
 
+@app.command()
+def rehearse(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
+    """Play a job on this machine as it would be submitted, so that mistakes show before the queue."""
+    del target  # as `run`
+
+
 app.command("doctor")(doctor_command)
+
+
+@app.command()
+def submit(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
+    """Train as a Slurm job: write its script, submit it, and follow it."""
+    del target  # as `run`
+
+
 app.command("export")(export_command)
 app.command("inspect")(inspect_command)
+app.command("jobs")(jobs_command)
+app.command("follow")(follow_command)
+app.command("cancel")(cancel_command)
+app.add_typer(sites_app, name="sites")
 
 
 @app.command("recipes")
@@ -139,8 +159,22 @@ def _dispatch(words: list[str]) -> int:
             return _verify(rest)
         case ["chaos", *rest]:
             return _chaos(rest)
+        case ["next", folder, "--status", status, *rest] if status.isdigit():
+            from meshrun.cli.next import next_command
+
+            return next_command(Path(folder), int(status), "--json" in rest)
+        case ["submit", *rest]:
+            return _submit(rest)
         case ["stage", *rest]:
             return _stage(rest)
+        case ["rehearse", *rest]:
+            from meshrun.cli.rehearse import rehearse_command
+
+            return rehearse_command(rest)
+        case ["stand-in", folder, *rest]:
+            from meshrun.launch.stand_in import stand_in
+
+            return stand_in(Path(folder), rest)
         case _:
             return int(invoke(app, words or ["--help"]) or 0)
     return 0
@@ -180,6 +214,12 @@ def _stage(words: list[str]) -> int:
     return stage_command(asked)
 
 
+def _submit(words: list[str]) -> int:
+    from meshrun.cli.submit import submit_command
+
+    return submit_command(words)
+
+
 def _run(words: list[str]) -> int:
     from meshrun.cli.nursery import nursery_for
 
@@ -193,8 +233,9 @@ def _run(words: list[str]) -> int:
 
 
 def _resume(words: list[str]) -> int:
-    from meshrun.cli.resume import nursery_of_run, resume_command
+    from meshrun.cli.resume import nursery_of_run, refuse_unseen, resume_command
 
+    refuse_unseen(words)
     with nursery_of_run(words) as nursery:
         asked = _parsed_by_all(parse_resume, words)
         return _trained(asked, resume_command(asked, nursery)) if asked is not None else 0
@@ -222,6 +263,11 @@ def _trained(asked: Asked, result: dict[str, Any] | None) -> int:
 
 
 def _summary(result: dict[str, Any]) -> None:
+    if stopped := result.get("stopped"):
+        from meshrun.observe.story import stopped_in_time
+
+        print(stopped_in_time(stopped, result["run"]))
+        return
     for name, scores in result["eval"].items():
         shown = "  ".join(f"{metric} {value:.4f}" for metric, value in scores.items() if metric != "count")
         print(f"{name}: {shown}  ({scores['count']:,.0f} counted)")

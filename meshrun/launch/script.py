@@ -15,7 +15,6 @@ import shlex
 import textwrap
 from collections.abc import Iterator
 
-from meshrun import __version__
 from meshrun.launch.submission import Line, Submission
 from meshrun.world import walltime
 
@@ -44,7 +43,7 @@ def lead(seconds: int) -> int:
 
 def _head(submission: Submission) -> Iterator[str]:
     yield "#!/bin/bash"
-    yield f"# A training started by meshrun {__version__} with:"
+    yield "# A training, started by meshrun with:"
     yield f"#   {_one_line(shlex.join(submission.command))}"
     yield from _comment(
         "config.json in its run directory holds all options. Submitted again by hand (sbatch job.sh), it goes on from "
@@ -92,18 +91,22 @@ def _requests(submission: Submission) -> Iterator[str]:
 
 def _shell(submission: Submission) -> Iterator[str]:
     rules = submission.rules
-    yield "set -eo pipefail"
-    yield ("""trap 'echo "meshrun: the job ends, since line $LINENO of its script failed: $BASH_COMMAND" >&2' ERR""")
+    foreign = bool(rules.modules or submission.setup)
+    yield "set -eo pipefail" if foreign else "set -euo pipefail"
+    yield """trap 'echo "meshrun: the job ends, since line $LINENO of its script failed: $BASH_COMMAND" >&2' ERR"""
     yield from rules.modules
     if submission.setup:
         yield "# From here to the next comment of meshrun: the lines of --setup, as they were given."
         yield submission.setup.rstrip("\n")
         yield "# meshrun: end of the lines of --setup."
-    yield from _comment("Only now, since modules and environments use variables that are not set.")
-    yield "set -u"
+    if foreign:
+        yield from _comment("Only now, since modules and environments use variables that are not set.")
+        yield "set -u"
+    above = ""
     for name, line in rules.environment.items():
-        yield from _comment(line.why)
+        yield from _comment(line.why if line.why != above else "")
         yield f'export {name}="{line.text}"'
+        above = line.why
     if submission.resources.cpus_per_node:
         yield from _comment("Slurm 22.05 to 23.02 give a step one core a task, whatever the job was granted.")
         yield 'export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"'
@@ -155,7 +158,7 @@ trap 'told=yes; touch "$RUN/stop"' USR2 TERM
 
 # A node that does not see the run directory is named here, before anything starts.
 status=0
-srun --export=ALL --cpu-bind=none ls "$RUN/config.json" >/dev/null || status=$?
+srun --export=ALL ls "$RUN/config.json" >/dev/null || status=$?
 if ((status != 0)); then
     echo "meshrun: the nodes named above cannot see $RUN; runs must be on a disk that all nodes share (--runs)" >&2
 else

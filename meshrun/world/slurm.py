@@ -31,6 +31,11 @@ def in_job(env: Env) -> bool:
     return job_id(env) is not None
 
 
+def has_account(env: Env) -> bool:
+    """Whether sbatch finds an account to charge in the environment."""
+    return bool(env.get("SBATCH_ACCOUNT") or env.get("SLURM_ACCOUNT"))
+
+
 def restart_count(env: Env) -> int:
     """How often Slurm has started this job before."""
     text = env.get("SLURM_RESTART_COUNT", "")

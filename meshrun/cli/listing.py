@@ -1,0 +1,140 @@
+"""What has been submitted: all runs that Slurm or the folder of runs knows, and the one that a word means.
+
+rows(slurm, Path("runs"))                            # as `meshrun jobs` lists them
+found_run(slurm, "digits-3", Path("runs"))           # or a run directory, or the number of a job
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from meshrun.cli.following import ended
+from meshrun.config import RunDirectory
+from meshrun.errors import UserError
+from meshrun.launch.chain import Record
+from meshrun.launch.reasons import pending
+from meshrun.launch.slurm import Job, Slurm
+from meshrun.launch.submission import NAME, SCRIPT
+
+_BLOCK = 1 << 16
+"""Bytes at the end of an events file in which its last step is."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A submitted run, as it is listed."""
+
+    job: str
+    run: str
+    state: str
+    reason: str
+    elapsed: str
+    limit: str
+    step: int | None
+    of: int | None
+    links: int
+    most: int
+
+    def line(self) -> str:
+        step = "" if self.step is None else f"step {self.step:,}" + (f" of {self.of:,}" if self.of else "")
+        links = f"link {self.links} of {self.most}" if self.most > 1 else ""
+        time = f"{self.elapsed}/{self.limit}" if self.limit else ""
+        shown = "  ".join(filter(None, (time, step, links, self.reason)))
+        run = Path(self.run)
+        run = run.relative_to(Path.cwd()) if Path.cwd() in run.parents else run
+        return f"{self.job:>10}  {self.state:<10}  {run}  {shown}".rstrip()
+
+
+def found_run(slurm: Slurm, which: str, runs: Path) -> Path:
+    """The run or sweep that a word means."""
+    for folder in (Path(which), runs / which):
+        if (folder / NAME).is_file():
+            return folder.absolute()
+    if re.fullmatch(r"\d+(_\d+)?", which):
+        for job in slurm.elements(which):
+            run = _run_of(job) if "_" in which else job.script.parent
+            if run is not None and (run / NAME).is_file():
+                return run
+        for path in runs.glob(f"*/{NAME}"):
+            if which in Record.load(path.parent).jobs:
+                return path.parent.absolute()
+    raise UserError(
+        f"{which!r} is neither a submitted run in {runs} nor the number of a job of meshrun; meshrun jobs lists them"
+    )
+
+
+def called_off(slurm: Slurm, run: Path) -> list[str]:
+    """Let no further link of a run, or of a sweep's runs, follow; returns the jobs of theirs that are not over."""
+    record = Record.load(run)
+    alive = []
+    for folder in (run, *(element.run for element in record.submission.sweep if record.index is None)):
+        if _alive(slurm, Record.load(folder)):
+            replace(Record.load(folder), cancelled=True).save(folder)
+            # Asked again: a last link may have followed just before.
+            alive += _alive(slurm, Record.load(folder))
+    return alive
+
+
+def _alive(slurm: Slurm, record: Record) -> list[str]:
+    return [id for id in record.jobs[-1:] if any(not job.over for job in slurm.elements(id))]
+
+
+def rows(slurm: Slurm, runs: Path) -> list[Row]:
+    """All submitted runs that Slurm or the folder of runs knows, the newest last."""
+    known = [(run, job) for job in slurm.jobs() if (run := _run_of(job)) is not None]
+    here = [path.parent.absolute() for path in runs.glob(f"*/{NAME}")]
+    found = []
+    for run in dict.fromkeys((*here, *(run for run, _ in known))):
+        try:
+            record = Record.load(run)
+        except UserError:
+            continue  # of a newer version, or being removed
+        if record.submission.sweep and record.index is None:
+            continue  # its runs stand for it
+        # Of jobs that are over, only its own: Slurm also remembers one that it rejected, of a run that was never made.
+        jobs = [job for of, job in known if of == run and (job.shown in record.jobs or not job.over)]
+        found.append(_row(run, record, jobs[-1] if jobs else None))
+    return sorted(found, key=lambda row: (int(re.sub(r"_.*|\D", "", row.job) or 0), row.job))
+
+
+def _row(run: Path, record: Record, job: Job | None) -> Row:
+    step, of = _progress(RunDirectory(run))
+    id = record.jobs[-1] if record.jobs else "?"
+    links, most = record.used, record.submission.links
+    if job is not None and not job.over and not record.ended:
+        reason = pending(job.reason) if job.state == "PENDING" else job.hosts
+        return Row(id, str(run), job.state.lower(), reason, job.elapsed, job.limit, step, of, links, most)
+    end = ended(run, record, job)
+    reason = "" if end.state == "complete" else end.sentence
+    return Row(
+        id, str(run), end.state, reason, job.elapsed if job else "", job.limit if job else "", step, of, links, most
+    )
+
+
+def _run_of(job: Job) -> Path | None:
+    """The run that a job trains, if it is one of meshrun's."""
+    folder = job.script.parent
+    if job.script.name != SCRIPT or not (folder / NAME).is_file():
+        return None
+    try:
+        sweep = Record.load(folder).submission.sweep
+    except UserError:
+        return None
+    index = job.shown.partition("_")[2]
+    return sweep[int(index)].run if index.isdigit() and int(index) < len(sweep) else folder
+
+
+def _progress(run: RunDirectory) -> tuple[int | None, int | None]:
+    """The last step that rank 0 has finished, and how many there are to be."""
+    of: Any = run.document().get("resolved", {}).get("steps")
+    try:
+        with run.events_of(0).open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _BLOCK))
+            steps = re.findall(rb'"kind": "step", "step": (\d+)', file.read())
+    except OSError:
+        return None, of
+    return (int(steps[-1]) if steps else None), of

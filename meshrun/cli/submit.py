@@ -1,0 +1,137 @@
+"""`meshrun submit TARGET`: a training as a Slurm job, from a login node to its end with one command.
+
+    meshrun submit digits --nodes 2 --gpus-per-node 4 --time 2h
+    meshrun submit llama.py --nodes 8 --site juwels-booster --account X --until-done
+    meshrun submit digits --sweep lr=1e-3,3e-4 --sweep width=64,128
+    meshrun submit digits --nodes 2 --gpus-per-node 4 --dry-run
+
+The job is a run directory, made here: config.json has all options, job.sh only starts what it says. `--dry-run` prints
+the script without importing torch or the target.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from meshrun.cli.job_plan import Plan, planned
+from meshrun.config import RunDirectory, write_whole
+from meshrun.errors import RunFailed, UserError
+from meshrun.launch import limits
+from meshrun.launch.chain import Record
+from meshrun.launch.probe import ask_slurm, probe
+from meshrun.launch.script import script
+from meshrun.launch.slurm import Slurm
+from meshrun.launch.submission import Element, Submission
+from meshrun.layout import parse
+from meshrun.world.profile import Site
+
+
+def submit_command(words: list[str]) -> int:
+    if "--dry-run" in words or "--help" in words:
+        plan = planned(words, static="--help" not in words)
+        return _shown(plan) if plan is not None else 0
+    slurm = Slurm.here()
+    plan = planned(words, static=False, here=_probed())
+    if plan is None:
+        return 0
+    _check(plan)
+    _warn(plan)
+    submission, job = _submitted(plan, slurm)
+    as_json, given = plan.asked.as_json, plan.asked.beyond
+    told = {"script": script(submission), "run": str(submission.run), "job": job}
+    if not as_json:
+        print(f"job {job}: {submission.script_path}", file=sys.stderr)
+    if (as_json and not given["wait"]) or not given["follow"]:
+        print(json.dumps(told) if as_json else f"meshrun follow {submission.run} shows it live")
+        return 0
+    from meshrun.cli.following import follow
+
+    return follow(slurm, submission.run, told if as_json else None)
+
+
+def _probed() -> Site | None:
+    """What Slurm says of this cluster; nothing at a site that does not let users ask, or while it does not answer."""
+    try:
+        return probe(ask_slurm)
+    except RunFailed:
+        return None
+
+
+def _shown(plan: Plan) -> int:
+    text = script(plan.submission)
+    if plan.asked.as_json:
+        print(json.dumps({"script": text, "run": str(plan.submission.run)}))
+    else:
+        print(text, end="")
+    return 0
+
+
+def _check(plan: Plan) -> None:
+    """Refuse what the model cannot do on these ranks, before anything waits in a queue for it."""
+    from meshrun.train.interval import parse as parse_interval
+
+    asked, resources = plan.asked, plan.submission.resources
+    for choice in plan.choices:
+        config = choice.config
+        parse_interval(config.checkpoint)
+        layout = parse(config.layout).resolve(resources.ranks, resources.procs, config.allow_tp_across_nodes)
+        if layout.dp < layout.size:
+            from meshrun.cli.rank import how_of, override
+            from meshrun.cli.target import make
+            from meshrun.train.loop import refuse
+
+            refuse(override(make(asked.target, config.options, config.data), config)[0], layout, how_of(config))
+
+
+def _warn(plan: Plan) -> None:
+    """What may go wrong, and what nobody has verified."""
+    runs, site = plan.submission.run.parent, plan.site
+    if why := limits.node_local(runs):
+        print(f"meshrun: {runs} may not be seen by other nodes: {why}; the job will tell (--runs)", file=sys.stderr)
+    if site is not None and (unverified := site.unverified()):
+        names = ", ".join(dict.fromkeys(name for name, _ in unverified))
+        where = f"(meshrun sites show {site.name})"
+        print(f"meshrun: in the profile of {site.title} nobody has verified {names} {where}", file=sys.stderr)
+
+
+def _submitted(plan: Plan, slurm: Slurm) -> tuple[Submission, str]:
+    """Make the run directories, write the script, and hand it to Slurm; a job that it rejects leaves nothing behind."""
+    made: list[Path] = []
+    try:
+        submission = _made(plan, made)
+        write_whole(submission.script_path, script(submission))
+        submission.script_path.chmod(0o755)
+        # A sweep's own folder has a record too, of no place in the array.
+        recorded = [(submission.run, None), *((each.run, at) for at, each in enumerate(submission.sweep))]
+        for folder, index in recorded:
+            Record(submission, index=index).save(folder)
+        job = slurm.submit(submission.script_path)
+    except (UserError, RunFailed, OSError):
+        for folder in made:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    for folder, index in recorded:
+        id = job if index is None else f"{job}_{index}"
+        # Read anew, since the job may have begun, and even ended.
+        record = Record.load(folder)
+        replace(record, jobs=(id, *record.jobs)).save(folder)
+    return submission, job
+
+
+def _made(plan: Plan, made: list[Path]) -> Submission:
+    """The submission with the directories that the runs have got."""
+    runs = []
+    for choice in plan.choices:
+        runs.append(RunDirectory.create(choice.config))
+        made.append(runs[-1].path)
+    if not plan.submission.sweep:
+        return replace(plan.submission, name=runs[0].path.name, run=runs[0].path)
+    folder = plan.submission.run
+    (folder / "logs").mkdir(parents=True)
+    made.append(folder)
+    pairs = zip(runs, plan.choices, strict=True)
+    return replace(plan.submission, sweep=tuple(Element(run.path, choice.values) for run, choice in pairs))
