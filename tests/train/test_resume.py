@@ -25,6 +25,9 @@ from tests.train.small import points, start_on_cpu
 from tests.train.whole import Result, assert_same, program
 
 LAYOUTS = ["dp=1", "dp=2", "fsdp=4", "tp=2", "pp=2", "fsdp=2,tp=2", "pp=2,fsdp=2"]
+NEAR = {layout: [LAYOUTS[(n + k) % len(LAYOUTS)] for k in (0, 2, 5)] for n, layout in enumerate(LAYOUTS)}
+"""For each layout three to go on from, itself among them: each is gone on from as often, and every axis comes and goes.
+All pairs are for `pytest -m every`."""
 STEPS, CUT = 6, 3
 
 
@@ -100,6 +103,13 @@ def wanted() -> Result:
         mesh.use(mesh.Meeting())
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_other_layouts_have_saved_goes_on_on_this_one(layout: str, saved: dict[str, Path], wanted: Result):
+    folders = {source: saved[source] for source in NEAR[layout]}
+    run_on_ranks(__file__, "compare", ranks_of(layout), {"layout": layout, "folders": folders, "wanted": wanted}, 100)
+
+
+@pytest.mark.every
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_what_any_layout_has_saved_goes_on_on_this_one(layout: str, saved: dict[str, Path], wanted: Result):
     run_on_ranks(__file__, "compare", ranks_of(layout), {"layout": layout, "folders": saved, "wanted": wanted}, 200)
