@@ -120,7 +120,7 @@ def as_agent(
         return None
 
     def open_hub(run: RunDirectory, _tell: Tell) -> Hub:
-        return agents.open_hub(world, runs, run.path, own_address(world), config.port)
+        return agents.open_hub(world, runs, run.path, own_address(world, config.site), config.port)
 
     try:
         check()

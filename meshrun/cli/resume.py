@@ -12,6 +12,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,9 @@ from meshrun.cli.command import Asked
 from meshrun.cli.nursery import nursery_for
 from meshrun.config import RunDirectory, write_json
 from meshrun.errors import SharedError, UserError
+from meshrun.launch.agents import tell_unseen
 from meshrun.launch.ranks import Nursery
+from meshrun.launch.secret import SEEN_WITHIN
 from meshrun.world import detect
 
 
@@ -30,6 +34,23 @@ def nursery_of_run(words: list[str]) -> contextlib.AbstractContextManager[Nurser
     except (IndexError, OSError, ValueError, KeyError, TypeError, UserError):
         return contextlib.nullcontext()
     return nursery_for(words, before.target, before)
+
+
+def refuse_unseen(words: list[str]) -> None:
+    """On a node with one task, other than the first: a run that is there, but not here, is on no shared disk.
+
+    Where the first node does not find it either, it says so for all.
+    """
+    world = detect(os.environ)
+    if not world.node or world.local_size > 1 or not words or words[0].startswith("-"):
+        return
+    path, give_up = Path(words[0]) / "config.json", time.monotonic() + SEEN_WITHIN
+    while not path.is_file() and time.monotonic() < give_up:
+        time.sleep(0.1)
+    if not path.is_file() and tell_unseen(world):
+        sentence = f"{world.host} cannot see {words[0]}; runs must be on a disk that all nodes share (--runs)"
+        print(f"meshrun: {sentence}", file=sys.stderr)  # beside the first node, which has standard output
+        raise UserError("")
 
 
 def resume_command(asked: Asked, nursery: Nursery | None = None) -> dict[str, Any] | None:

@@ -132,9 +132,9 @@ def _check_before_start(asked: Asked, wanted: Wanted) -> None:
     config, target = asked.config, asked.target
     assert config.procs is not None
     parse_interval(config.checkpoint)
-    sizes = [config.procs * nodes for nodes in range(wanted.least, wanted.most + 1)]
-    if wanted.expected:
-        sizes.reverse()
+    # All nodes that were started together are to have a part in it; where others may come, some number must suit it.
+    nodes = [wanted.expected] if wanted.expected else range(wanted.least, wanted.most + 1)
+    sizes = [config.procs * each for each in nodes]
     size = next(filter(wanted.fits, sizes), sizes[0])
     layout = parse(config.layout).resolve(size)
     if target.entry is not None and layout.dp < layout.size:

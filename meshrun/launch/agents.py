@@ -29,6 +29,8 @@ from meshrun.world.slurm import gpus_on_node
 
 UNSEEN = 3.0
 """Seconds after which a node that has read no address tries the port that it can guess."""
+BEGUN = 20.0
+"""Seconds in which the first node has begun with a run that is there."""
 PORTS = range(20_000, 32_000)
 """Those to guess from: below the ones that systems give away by themselves."""
 
@@ -83,6 +85,20 @@ def find_hub(world: World, runs: Path, ranks: int, patience: float) -> Post:
         f"{world.host} waited {patience:.0f} s for the run's first node to write its address into "
         f"{runs / FOLDER}, which all nodes must see (--runs, --timeout)"
     )
+
+
+def tell_unseen(world: World) -> bool:
+    """Tell the first node, if it has begun with the run, that this one does not see it; else it would wait in vain."""
+    until = time.monotonic() + BEGUN
+    while world.hosts and time.monotonic() < until:
+        with contextlib.suppress(OSError):
+            connection = socket.create_connection((world.hosts[0], likely_port(world.job)), timeout=CONNECTED)
+            with contextlib.closing(Wire(connection, LINE)) as wire:
+                if any("nonce" in said for said in wire.receive()):
+                    wire.send({"blind": socket.gethostname()})
+                    return True
+        time.sleep(0.2)
+    return False
 
 
 def likely_port(job: str) -> int:

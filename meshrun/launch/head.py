@@ -23,7 +23,6 @@ LAST_CALL = 1.0
 """Seconds that are waited for one more node after the last one came."""
 LATE = 15.0
 """Seconds after which the user is told which nodes are still expected."""
-SHARED = "; runs must be on a disk that all nodes share (--runs)"
 BLIND = 3.0
 """Seconds in which a node that could not see the run's directory may still come."""
 
@@ -69,6 +68,8 @@ class Outcome:
     failures: tuple[Failure, ...] = ()
     sentence: str = ""
     """Why it ended, where no rank's failure says so."""
+    by_user: bool = False
+    """Whether what the user gave cannot work."""
 
 
 class Head:
@@ -243,7 +244,8 @@ class Head:
         blind = [host for host, since in self._blind.items() if host not in here and now - since > BLIND]
         if blind:
             some = f"{blind[0]}{f' and {len(blind) - 1} more' * (len(blind) > 1)}"
-            self.outcome = Outcome(sentence=f"{some} cannot see {self._wanted.folder}{SHARED}")
+            sentence = f"{some} cannot see {self._wanted.folder}; runs must be on a disk that all nodes share (--runs)"
+            self.outcome = Outcome(sentence=sentence, by_user=True)
         elif waited > LATE and not self._told_to_wait:
             self._told_to_wait = True
             short = {host.partition(".")[0] for host in here}
