@@ -165,7 +165,8 @@ def wanted_of(config: RunConfig, world: World | None = None) -> Wanted:
             return False
         return True
 
-    return Wanted(least, most, fits, config.timeout, expected, world.hosts if world is not None else ())
+    hosts = world.hosts if world is not None else ()
+    return Wanted(least, most, fits, config.timeout, expected, hosts, f"the layout {config.layout}")
 
 
 def _job(config: RunConfig, run: RunDirectory, memory: Path, procs: int) -> Job:

@@ -40,6 +40,7 @@ class Wanted:
     """Nodes that another launcher starts at the same time: the run begins with all of them."""
     hosts: tuple[str, ...] = ()
     """Their names, where they are known."""
+    layout: str = "the layout"
     folder: str = ""
     """The run's directory, which all of them must see."""
 
@@ -226,10 +227,12 @@ class Head:
         elif waited > LAST_CALL and self.generation >= 0 and not self._told_to_wait:
             self._told_to_wait = True
             least, left = self._wanted.least, len(self.members)
-            few = (
-                f"{left} of at least {least} nodes are left" if left < least else f"{left} left do not suit the layout"
-            )
-            self._tell("note", text=f"{few}: waiting for others")
+            why = f"{left} of at least {least} nodes are left"
+            if left >= least:
+                why = (
+                    f"the {left} node{'s that are' if left > 1 else ' that is'} left cannot hold {self._wanted.layout}"
+                )
+            self._tell("note", text=f"{why}: waiting for others")
         elif waited > self._wanted.patience:
             some = f"{len(self.members)} node{'s' * (len(self.members) != 1)}"
             self.outcome = Outcome(
