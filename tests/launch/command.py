@@ -7,6 +7,7 @@ ended.status, ended.err, ended.document
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -54,7 +55,10 @@ def meshrun(folder: Path, *words: object, launcher: Sequence[str] = MODULE) -> E
 
 
 def started(folder: Path, *words: object) -> subprocess.Popen[str]:
-    """Start the command in that folder, in a process group of its own as a shell would."""
+    """Start the command in that folder, in a process group of its own as a shell would, and open to CTRL-C.
+
+    Where the tests run in the background of a shell they ignore it, which the command would inherit.
+    """
     return subprocess.Popen(
         [*MODULE, *map(str, words)],
         cwd=folder,
@@ -62,6 +66,7 @@ def started(folder: Path, *words: object) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         process_group=0,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -220,13 +220,6 @@ def test_sigterm_to_the_launcher_ends_all_ranks_and_readers_and_frees_the_port(r
         probe.bind(("127.0.0.1", running.port))
 
 
-def test_nothing_outlives_a_launcher_that_was_killed(running: Running):
-    running.launcher.kill()
-    wait_until(lambda: not any(is_alive(pid) for pid in running.ranks), 5)
-    # Readers look for their rank every five seconds.
-    wait_until(lambda: not running.alive(), 10)
-
-
 def test_a_rank_whose_launcher_is_gone_before_it_could_ask_for_its_death_ends_itself(tmp_path: Path):
     """The launcher's number that it is given is not its parent's any more."""
     gone = subprocess.Popen(["true"])

@@ -50,35 +50,48 @@ def losing(folder: Path, *words: object) -> Ended:
     return meshrun(folder, "run", LOSING, "--diary", folder / "diary", "--procs", 2, *words)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_is_replaced_and_the_run_reaches_its_end(tmp_path: Path, rank: int):
-    ended = losing(tmp_path, "--rank", rank, "--json")
+@pytest.fixture(scope="module")
+def lost_twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
+    """A run whose rank 1 is killed in its third step, and in its second life says that it is worth a restart."""
+    folder = tmp_path_factory.mktemp("lost")
+    return losing(folder, "--ends", "SIGKILL,exit", "--pause", 0.05, "--json"), folder
+
+
+def test_a_killed_rank_is_replaced_and_the_run_reaches_its_end(lost_twice: tuple[Ended, Path]):
+    ended, folder = lost_twice
     assert ended.status == 0, ended.err
     assert ended.document["steps"] == 5
-    found = lives(tmp_path / "diary")
-    assert sorted((each.generation, each.rank) for each in found) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    (told,) = launcher_events(tmp_path / "runs/losing-1")
+    found = sorted((each.generation, each.rank) for each in lives(folder / "diary"))
+    assert found == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1)]
+    told, _ = launcher_events(folder / "runs/losing-1")
     assert (told["kind"], told["generation"]) == ("restart", 1)
-    assert str(told["sentence"]).startswith(f"rank {rank} on {HOST} was killed by SIGKILL")
+    assert str(told["sentence"]).startswith(f"rank 1 on {HOST} was killed by SIGKILL")
     assert str(told["sentence"]) in ended.err
 
 
-def test_all_ranks_compute_again_well_within_a_second_of_a_death(tmp_path: Path):
-    ended = losing(tmp_path, "--step", 2, "--pause", 0.05)
-    assert ended.status == 0, ended.err
-    last = min(event["time"] for event in events(tmp_path / "runs/losing-1", 0, "step") if event["step"] == 1)
-    again = max(each.began for each in lives(tmp_path / "diary") if each.generation == 1)
+def test_all_ranks_compute_again_well_within_a_second_of_a_death(lost_twice: tuple[Ended, Path]):
+    _, folder = lost_twice
+    last = min(event["time"] for event in events(folder / "runs/losing-1", 0, "step") if event["step"] == 2)
+    again = max(each.began for each in lives(folder / "diary") if each.generation == 1)
     assert 0 < again - last < 1
 
 
-def test_a_rank_that_says_that_it_is_worth_a_restart_gets_one(tmp_path: Path):
-    ended = losing(tmp_path, "--end", "exit")
+def test_a_rank_that_says_that_it_is_worth_a_restart_gets_one(lost_twice: tuple[Ended, Path]):
+    _, told = launcher_events(lost_twice[1] / "runs/losing-1")
+    assert (told["kind"], told["generation"]) == ("restart", 2)
+    assert str(told["sentence"]).startswith(f"rank 1 on {HOST} ended with exit status 75")
+
+
+def test_a_killed_rank_0_is_replaced_too(tmp_path: Path):
+    ended = losing(tmp_path, "--rank", 0, "--json")
     assert ended.status == 0, ended.err
-    assert max(each.generation for each in lives(tmp_path / "diary")) == 1
+    assert ended.document["steps"] == 5
+    (told,) = launcher_events(tmp_path / "runs/losing-1")
+    assert str(told["sentence"]).startswith(f"rank 0 on {HOST} was killed by SIGKILL")
 
 
 def test_an_error_of_the_program_is_not_tried_again(tmp_path: Path):
-    ended = losing(tmp_path, "--end", "raise")
+    ended = losing(tmp_path, "--ends", "raise")
     assert ended.status == 1
     assert ended.sentences == [f"rank 1 on {HOST} failed at step 3: ValueError: bad luck"]
     assert {each.generation for each in lives(tmp_path / "diary")} == {0}
@@ -86,7 +99,7 @@ def test_an_error_of_the_program_is_not_tried_again(tmp_path: Path):
 
 
 def test_ranks_that_are_lost_again_and_again_without_progress_are_given_up(tmp_path: Path):
-    ended = losing(tmp_path, "--lives", 9, "--step", 1, "--restarts", 2)
+    ended = losing(tmp_path, "--ends", "SIGKILL,SIGKILL,SIGKILL", "--step", 1, "--restarts", 2)
     assert ended.status == 1
     assert max(each.generation for each in lives(tmp_path / "diary")) == 2
     assert ended.sentences[-1].startswith(f"rank 1 on {HOST} was killed by SIGKILL")
@@ -98,7 +111,8 @@ class Training:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        words = ["--diary", folder / "diary", "--procs", 2, "--steps", 100_000, "--pause", 0.04, "--lives", 0]
+        words = ["--diary", folder / "diary", "--procs", 2, "--workers", 1, "--steps", 100_000, "--pause", 0.04]
+        words += ["--ends", "none"]
         self.launcher = started(folder, "run", LOSING, *words)
         self.seen: set[int] = set()
         self.reach(0)
@@ -107,8 +121,13 @@ class Training:
         """Wait until both ranks of a generation compute."""
         wait_until(lambda: self.launcher.poll() is not None or len(self.of(generation)) == 2, 30)
         assert self.launcher.poll() is None, self.launcher.communicate()
-        self.seen |= {each.pid for each in self.of(generation)} | {self.nursery}
+        self.seen |= {self.nursery, *self.pids_of(generation)}
         return self.of(generation)
+
+    def pids_of(self, generation: int) -> list[int]:
+        """Of its ranks and their readers."""
+        ranks = [each.pid for each in self.of(generation)]
+        return [*ranks, *(child.pid for pid in ranks for child in psutil.Process(pid).children(recursive=True))]
 
     def of(self, generation: int) -> list[Life]:
         return [each for each in lives(self.folder / "diary") if each.generation == generation]
@@ -124,13 +143,21 @@ class Training:
         self.launcher.communicate()
 
 
-@pytest.fixture
-def training(tmp_path: Path) -> Iterator[Training]:
-    made = Training(tmp_path)
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Training]:
+    """One for all tests: the last of them ends it."""
+    made = Training(tmp_path_factory.mktemp("training"))
     try:
         yield made
     finally:
         made.clean_up()
+
+
+def test_a_run_that_is_being_trained_is_refused_to_a_second_launcher(training: Training):
+    ended = meshrun(training.folder, "resume", "runs/losing-1")
+    assert ended.status == 2
+    assert ended.sentences[0].startswith(f"runs/losing-1 is in use by process {training.launcher.pid} on {HOST} since")
+    assert training.launcher.poll() is None
 
 
 def test_when_the_process_that_ranks_are_forked_from_is_killed_another_one_is_started(training: Training):
@@ -141,21 +168,18 @@ def test_when_the_process_that_ranks_are_forked_from_is_killed_another_one_is_st
     assert not any(is_alive(pid) for pid in (first, *ranks))
 
 
-def test_a_run_that_is_being_trained_is_refused_to_a_second_launcher(training: Training):
-    ended = meshrun(training.folder, "resume", "runs/losing-1")
-    assert ended.status == 2
-    assert ended.sentences[0].startswith(f"runs/losing-1 is in use by process {training.launcher.pid} on {HOST} since")
-    assert training.launcher.poll() is None
-
-
 def test_nothing_outlives_a_killed_launcher_and_its_memory_is_removed_by_the_next(training: Training):
     wait_until(lambda: folders_in_memory(training.folder / "runs/losing-1"), 5)
+    ranks = [life.pid for life in lives(training.folder / "diary")]
     training.launcher.kill()
-    wait_until(lambda: not any(is_alive(pid) for pid in training.seen), 5)
+    wait_until(lambda: not any(is_alive(pid) for pid in ranks), 5)
+    killed = time.monotonic()
     assert folders_in_memory(training.folder / "runs/losing-1")
     assert meshrun(training.folder, "run", TINY, "--procs", 2).status == 0
     assert not folders_in_memory(training.folder / "runs/losing-1")
     assert not folders_in_memory(training.folder / "runs/tiny-1")
+    # Readers look for their rank every five seconds.
+    wait_until(lambda: not any(is_alive(pid) for pid in training.seen), max(0.1, killed + 10 - time.monotonic()))
 
 
 def folders_in_memory(run: Path) -> list[Path]:
@@ -165,6 +189,12 @@ def folders_in_memory(run: Path) -> list[Path]:
 
 
 SLEEPING = ["-c", "import sys, time; time.sleep(60)", PARENT]
+
+
+@pytest.fixture
+def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a second from the signal that should end a rank to the one that does."""
+    monkeypatch.setattr("meshrun.launch.ranks.GRACE", 0.5)
 
 
 class Pointing:
@@ -199,6 +229,7 @@ class Pointing:
         return 0.0
 
 
+@pytest.mark.usefixtures("short_grace")
 @pytest.mark.parametrize("rank", [1, -1])
 def test_a_stopped_rank_is_killed_and_all_start_anew_whether_the_watch_can_name_it_or_not(rank: int):
     watch, told = Pointing("restart", stop=True, rank=rank), []
@@ -227,15 +258,16 @@ def test_what_a_watch_only_reports_changes_nothing():
     assert told == [("hang", {"sentence": "rank 1 hangs"})]
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_survivors_read_who_is_gone_and_get_time_to_write_down_their_state(tmp_path: Path):
-    """The survivor keeps its busy file for 3 s, which is longer than the grace time."""
+    """The survivor keeps its busy file for a second, which is longer than the grace time."""
     program = f"""
 import json, os, pathlib, signal, sys, time
 memory, rank = pathlib.Path({str(tmp_path)!r}), os.environ["RANK"]
 busy = memory / f"words-{{rank}}.busy"
 def write(*_):
     busy.touch()
-    time.sleep(3)
+    time.sleep(1)
     (memory / "words").write_text((memory / "dead-0.json").read_text())
     busy.unlink()
     os._exit(75)
@@ -251,17 +283,17 @@ time.sleep(60)
 
 
 class Slow(Unwatched):
-    """Watches ranks whose steps take two seconds."""
+    """Watches ranks whose steps take most of a second."""
 
     def patience(self) -> float:
-        return 2.0
+        return 0.7
 
 
 LATE = """
 import os, pathlib, signal, sys, time
 memory, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
 def end(*_):
-    time.sleep(2.7)
+    time.sleep(1)
     (memory / f"said-{rank}").write_text((memory / "dead-0.json").read_text())
     os._exit(75)
 signal.signal(signal.SIGTERM, end)
@@ -270,6 +302,7 @@ while not all((memory / f"ready-{other}").exists() for other in "01"): time.slee
 """
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_survivors_of_a_lost_rank_may_finish_a_step_that_is_longer_than_the_grace_time(tmp_path: Path):
     program = f"{LATE}\nif rank == '1': os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
     failures = launch(Job(["-c", program, str(tmp_path)], 2, memory=tmp_path), Slow())
@@ -286,6 +319,7 @@ def test_ranks_read_that_nobody_comes_after_them_also_when_one_is_lost_later(tmp
         ranks.close()
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_who_is_asked_to_stop_lets_ranks_finish_a_long_step_and_says_so(tmp_path: Path):
     """Rank 1 asks the launcher to stop and dies itself while the other is still at its step."""
     program = f"{LATE}\nif rank == '1': signal.signal(signal.SIGTERM, signal.SIG_DFL); os.kill({os.getpid()}, 15)\n"
@@ -294,17 +328,17 @@ def test_who_is_asked_to_stop_lets_ranks_finish_a_long_step_and_says_so(tmp_path
         job = Job(["-c", f"{program}time.sleep(60)", str(tmp_path)], 2, memory=tmp_path)
         launch(job, Slow(), lambda kind, **fields: told.append((kind, fields)))
     assert json.loads((tmp_path / "said-0").read_text())["final"] is True
-    assert told == [("note", {"text": "ranks get 6 s to finish their step; CTRL-C now ends them at once"})]
+    assert told == [("note", {"text": "ranks get 2 s to finish their step; CTRL-C now ends them at once"})]
 
 
 def test_steps_longer_than_the_grace_time_are_not_lost_with_a_rank(tmp_path: Path):
-    ended = losing(tmp_path, "--pause", 2.3, "--steps", 3)
+    ended = losing(tmp_path, "--pause", 2.3, "--step", 2, "--steps", 2)
     assert ended.status == 0, ended.err
-    assert [event["step"] for event in events(tmp_path / "runs/losing-1", 0, "resumed")] == [2]
+    assert [event["step"] for event in events(tmp_path / "runs/losing-1", 0, "resumed")] == [1]
 
 
 def test_what_long_steps_have_reached_is_saved_when_the_run_is_asked_to_stop(tmp_path: Path):
-    words = ["--diary", tmp_path / "diary", "--procs", 2, "--steps", 100, "--pause", 2.3, "--lives", 0]
+    words = ["--diary", tmp_path / "diary", "--procs", 2, "--steps", 100, "--pause", 2.3, "--ends", "none"]
     launcher = started(tmp_path, "run", LOSING, *words)
     run = tmp_path / "runs/losing-1"
     try:
@@ -319,6 +353,7 @@ def test_what_long_steps_have_reached_is_saved_when_the_run_is_asked_to_stop(tmp
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == [f"step-{last:08d}"]
 
 
+@pytest.mark.usefixtures("short_grace")
 def test_a_rank_that_ignores_the_signal_is_killed_after_the_grace_time():
     program = """
 import os, signal, time
@@ -332,5 +367,5 @@ os._exit(3)
         (1, "ended with exit status 3"),
         (0, "was killed by SIGKILL"),
     ]
-    assert time.monotonic() - began < 8
+    assert time.monotonic() - began < 6
     assert isinstance(failures[0], Failure)

@@ -1,4 +1,4 @@
-"""A line through 20 points whose ranks are lost, each time on one rank at one step, for as long as `lives` says.
+"""A line through 20 points whose ranks are lost: in each life one rank ends at one step, as `ends` says, then no more.
 
 Each life of all ranks leaves a line in `diary`: its generation and when this rank computed first.
 """
@@ -28,9 +28,9 @@ class Points:
 
 
 class Line(nn.Linear):
-    def __init__(self, diary: str, rank: int, step: int, lives: int, end: str, pause: float) -> None:
+    def __init__(self, diary: str, rank: int, step: int, ends: list[str], pause: float) -> None:
         super().__init__(2, 1)
-        self.diary, self.rank, self.step, self.lives, self.end, self.pause = diary, rank, step, lives, end, pause
+        self.diary, self.rank, self.step, self.ends, self.pause = diary, rank, step, ends, pause
         self.calls = 0
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -41,21 +41,20 @@ class Line(nn.Linear):
             with Path(self.diary).open("a") as file:
                 size = dist.get_world_size() if dist.is_initialized() else 1
                 file.write(f"{generation} {own} {size} {time.time()} {os.getpid()}\n")
-        if own == self.rank and self.calls == self.step and generation < self.lives:
-            if self.end == "raise":
+        end = self.ends[generation] if generation < len(self.ends) else "none"
+        if end != "none" and own == self.rank and self.calls == self.step:
+            if end == "raise":
                 raise ValueError("bad luck")
-            if self.end == "exit":
+            if end == "exit":
                 os._exit(75)
-            os.kill(os.getpid(), getattr(signal, self.end))
+            os.kill(os.getpid(), getattr(signal, end))
         time.sleep(self.pause)
         return super().forward(inputs)
 
 
-def experiment(
-    diary: str, rank: int = 1, step: int = 3, lives: int = 1, end: str = "SIGKILL", pause: float = 0.0
-) -> Experiment:
+def experiment(diary: str, rank: int = 1, step: int = 3, ends: str = "SIGKILL", pause: float = 0.0) -> Experiment:
     return Experiment(
-        model=lambda: Line(diary, rank, step, lives, end, pause),
+        model=lambda: Line(diary, rank, step, ends.split(","), pause),
         train=Points(),
         loss=mean_squared_error,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
