@@ -49,11 +49,11 @@ from meshrun.observe.stragglers import sniff_on
 from meshrun.observe.watch import Watcher
 from meshrun.parallel.build import How
 from meshrun.train.bad_steps import Policy
-from meshrun.train.ending import Ending, Signals, begin_anew, deadline_of
+from meshrun.train.ending import ANSWER_WITHIN, Ending, Signals, begin_anew, deadline_of
 from meshrun.train.interval import parse as parse_interval
 from meshrun.train.loop import Stopped, Trainer
 from meshrun.train.recovery import Keeping
-from meshrun.world import detect, slurm
+from meshrun.world import World, detect, slurm
 
 Tell = Callable[[Event], None]
 
@@ -275,10 +275,12 @@ def _trained_until_told(
 ) -> dict[str, Any]:
     began = time.monotonic()
     here = start_rank(config)
+    restarted = here.world.source == "torchrun" and here.world.attempt > 0
+    deadline = None
     if here.rank == 0:
         # What a job's shell was told while ranks were starting holds; it has removed what was there before.
-        restarted = here.world.source == "torchrun" and here.world.attempt > 0
         begin_anew(run, again=restarted or slurm.in_job(os.environ))
+        deadline = deadline_of(config, os.environ, _start_of_run(here.world))
     if pulse is not None:
         pulse.sniff = sniff_on(here.device)
     experiment, scale, note = override(make(target, config.options, config.data), config)
@@ -307,9 +309,8 @@ def _trained_until_told(
     resumed = trainer.resume()
     if resumed is not None:
         recorder("resumed", **resumed)
-    deadline = deadline_of(config, os.environ, _start_of_run(here, memory)) if here.rank == 0 else None
     trainer.ending = ending = Ending(trainer, run, signals, deadline, memory, slurm.in_job(os.environ))
-    ending.begin()
+    ending.begin(0.0 if restarted else ANSWER_WITHIN)
     result = {
         "run": str(run.path),
         "world": here.size,
@@ -329,9 +330,10 @@ def _trained_until_told(
     return result
 
 
-def _start_of_run(here: mesh.Here, memory: Path | None) -> float:
-    """When this start of the run began, in seconds since 1970: ranks that were started anew are younger than it."""
-    launched = memory is not None or here.world.attempt > 0
+def _start_of_run(world: World) -> float:
+    """When this start of the run began, in seconds since 1970, which is when who has started this rank was started."""
+    # Where torchrun's variables were exported by hand, that is a shell, which may be old.
+    launched = world.agent_store or world.source not in ("torchrun", "none")
     try:
         stat = Path(f"/proc/{os.getppid() if launched else os.getpid()}/stat").read_text()
     except OSError:  # in a container of its own it does not see who has started it

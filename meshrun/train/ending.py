@@ -2,7 +2,7 @@
 
     with Signals() as signals:                           # SIGUSR2 from now on, SIGTERM once `heed` is called
         trainer.ending = ending = Ending(trainer, run, signals, deadline_of(config, os.environ, began))
-        ending.begin()                                   # refuses to begin what has no time for a step
+        ending.begin(ANSWER_WITHIN)                      # refuses to begin what has no time for a step
         try:
             trainer.train()
         except Stopped:
@@ -25,7 +25,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -39,10 +38,16 @@ from meshrun.world import slurm
 if TYPE_CHECKING:
     from meshrun.train.loop import Trainer
 
+Ask = Callable[[], float | None]
+
 LOOK_EVERY = 1.0
 """Seconds between two looks for the stop file: it may lie on a disk that a thousand runs share."""
+FIRST_PAUSE = 10.0
+"""Seconds before an end that nobody knew is asked for again, and twice as many each time after that."""
 ASK_AHEAD = 5.0
 """Seconds before the time to stop at which Slurm is asked whether that still holds: limits get extended."""
+ANSWER_WITHIN = 2.0
+"""Seconds that the beginning of a run waits for Slurm to say when its job ends; ranks started anew wait for nothing."""
 RECENT = 16
 """Steps that are looked back at."""
 UNKNOWN_CHECKPOINT = 10.0
@@ -81,17 +86,21 @@ class Signals:
         self.by = self.by or number
 
 
-@dataclass
 class Deadline:
-    """When all must be over, in seconds since 1970."""
+    """When all must be over, in seconds since 1970; never, as long as nobody says so."""
 
-    end: float
-    limit: float
-    """How long all of it is, in seconds."""
-    what: str
-    """The job ends, or the deadline is."""
-    ask: Callable[[], float | None] | None = None
-    """Asks anew when the end is."""
+    def __init__(
+        self, began: float, end: float = math.inf, what: str = "the deadline is", ask: Ask | None = None
+    ) -> None:
+        """`ask` says when the end is, or None; it may take long, so it is asked beside the training."""
+        self.began, self.end, self._what, self._ask = began, end, what, ask
+        self._asking: threading.Thread | None = None
+        self._pause, self._again_at = FIRST_PAUSE, 0.0
+
+    @property
+    def limit(self) -> float:
+        """How long all of it is, in seconds."""
+        return max(0.0, self.end - self.began)
 
     @property
     def slack(self) -> float:
@@ -103,18 +112,40 @@ class Deadline:
 
     @property
     def why(self) -> str:
-        return f"{self.what} in {max(0.0, self.end - time.time()):.0f} s"
+        return f"{self._what} in {max(0.0, self.end - time.time()):.0f} s"
+
+    def ask(self) -> None:
+        """Ask whether the end is still the same; `wait` for the answer, or see it later."""
+        if self._ask is not None and (self._asking is None or not self._asking.is_alive()):
+            self._asking = threading.Thread(target=self._learn, args=(self._ask,), name="deadline", daemon=True)
+            self._asking.start()
+
+    def ask_while_unknown(self) -> None:
+        """Ask now and then: Slurm may have been away, or there is no end."""
+        if math.isinf(self.end) and time.monotonic() >= self._again_at:
+            self._again_at, self._pause = time.monotonic() + self._pause, 2 * self._pause
+            self.ask()
+
+    def wait(self, seconds: float) -> None:
+        if self._asking is not None:
+            self._asking.join(seconds)
+
+    def _learn(self, ask: Ask) -> None:
+        if (end := ask()) is not None:
+            self.end = end
 
 
 def deadline_of(config: RunConfig, env: Mapping[str, str], began: float) -> Deadline | None:
     """When a run that began then must be over, if anybody says so."""
     if config.deadline == "auto":
-        end = slurm.end_of_job(env)
-        if end is None:
+        if not slurm.in_job(env):
             return None
-        return Deadline(end, max(0.0, end - began), "the job ends", lambda: slurm.end_of_job_now(env))
+        end = slurm.told_end_of_job(env)
+        made = Deadline(began, math.inf if end is None else end, "the job ends", lambda: slurm.end_of_job(env))
+        made.ask_while_unknown()
+        return made
     limit = seconds_in(config.deadline)
-    return Deadline(began + limit, limit, "the deadline is") if limit is not None else None
+    return Deadline(began, began + limit) if limit is not None else None
 
 
 class Ending:
@@ -139,16 +170,20 @@ class Ending:
         self._deadline = deadline if self._looks and keeps else None
         self._why: str | None = None
         self._look_at = 0.0
-        self._asking: threading.Thread | None = None
-        self._asked_about = 0.0
-        """The end that Slurm was asked about last."""
+        self._asked_about = math.inf
+        """The end that was asked about last, whether it still holds."""
         self._steps: deque[float] = deque([0.0], RECENT)
         self._evaluation: float | None = None
-        self._unknown_checkpoint = self._guessed_checkpoint() if self._deadline is not None else 0.0
+        self._guess = self._guessed_checkpoint() if self._deadline is not None else 0.0
 
-    def begin(self) -> None:
-        """From now on this rank can be asked; refuses to begin where there is no time for a step."""
+    def begin(self, patience: float) -> None:
+        """From now on this rank can be asked; refuses to begin where there is no time for a step.
+
+        So many seconds are waited for Slurm to say when the job ends.
+        """
         refusal = ""
+        if self._deadline is not None:
+            self._deadline.wait(patience)
         if self._deadline is not None and self._is_time(needed := self._needed(evaluates=False)):
             refusal = (
                 f"{self._deadline.why}, which is too short for a step and a checkpoint ({needed:.0f} s as far as is "
@@ -183,14 +218,19 @@ class Ending:
             if self._run.stop_file.exists():
                 self._why = f"{self._run.stop_file} was made"
                 return
-        if self._deadline is not None:
-            needed = self._needed(evaluates)
-            if self._is_time(needed + ASK_AHEAD):
-                self._ask_again(self._deadline)
-                if self._is_time(needed):
-                    if self._asking is not None:
-                        self._asking.join(ASK_AHEAD)  # where steps are long, it was asked just now
-                    self._why = self._deadline.why if self._is_time(needed) else None
+            if self._deadline is not None:
+                self._deadline.ask_while_unknown()
+        deadline = self._deadline
+        if deadline is None:
+            return
+        needed = self._needed(evaluates)
+        if self._is_time(needed + ASK_AHEAD):
+            if self._asked_about != deadline.end:
+                self._asked_about = deadline.end
+                deadline.ask()
+            if self._is_time(needed):
+                deadline.wait(ASK_AHEAD)  # where steps are long, it was asked just now
+                self._why = deadline.why if self._is_time(needed) else None
 
     def _is_time(self, needed: float) -> bool:
         assert self._deadline is not None
@@ -203,7 +243,7 @@ class Ending:
         # The step that is being computed and the next one; on a GPU its numbers are seen another one later.
         steps = 3 if self._trainer.here.device.type == "cuda" else 2
         evaluation = self._time_of_evaluation(step) if evaluates else 0.0
-        saving = self._unknown_checkpoint if took is None else 2 * took
+        saving = max(self._guess, self._deadline.unknown_checkpoint) if took is None else 2 * took
         return steps * step + evaluation + saving + self._deadline.slack
 
     def _time_of_evaluation(self, step: float) -> float:
@@ -214,20 +254,12 @@ class Ending:
         return step * sum(math.ceil(len(each) / experiment.batch) for each in experiment.evals.values())
 
     def _guessed_checkpoint(self) -> float:
-        """Twice the time for this rank's weights and two moments, by the time that some bytes take, or more."""
-        assert self._deadline is not None and self._trainer.keeper is not None
+        """Twice the time for this rank's weights and two moments, by the time that some bytes take."""
+        assert self._trainer.keeper is not None
         shards = self._trainer.placed.shards
         size = 3 * sum(each.parameter.numel() * each.parameter.element_size() / each.copies for each in shards)
         rate = _bytes_a_second(self._trainer.keeper.keeping.folder)
-        return max(self._deadline.unknown_checkpoint, 2 * size / rate)
-
-    def _ask_again(self, deadline: Deadline) -> None:
-        """Beside the training, and once for every end that was told."""
-        if deadline.ask is None or self._asked_about == deadline.end:
-            return
-        self._asked_about = deadline.end
-        self._asking = threading.Thread(target=_learn, args=(deadline, deadline.ask), name="deadline", daemon=True)
-        self._asking.start()
+        return 2 * size / rate
 
     def conclude(self, stopped: Stopped) -> dict[str, Any]:
         """All ranks have stopped after this step: keep it, and say why.
@@ -269,11 +301,6 @@ def begin_anew(run: RunDirectory, again: bool) -> None:
     run.stopped_file.unlink(missing_ok=True)
     if not again:
         run.stop_file.unlink(missing_ok=True)
-
-
-def _learn(deadline: Deadline, ask: Callable[[], float | None]) -> None:
-    if (end := ask()) is not None:
-        deadline.end = end
 
 
 def _bytes_a_second(folder: Path) -> float:

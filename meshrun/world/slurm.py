@@ -1,10 +1,8 @@
 """What a Slurm job tells a process in it: its number, how often it was started, its GPUs, and when it must end.
 
-    job_id(os.environ)               # "4711", or None outside of a job
-    end_of_job(os.environ)           # 1794700000.0, in seconds since 1970; None where nobody says so
-    end_of_job_now(os.environ)       # the same, asked anew: limits get extended
-
-Newer Slurms leave the end in the environment; the others are asked, for which a node needs Slurm's own commands.
+job_id(os.environ)               # "4711", or None outside of a job
+told_end_of_job(os.environ)      # 1794700000.0, in seconds since 1970, as it was when the job began
+end_of_job(os.environ)           # the same as it is now, since limits get extended: Slurm is asked
 """
 
 from __future__ import annotations
@@ -64,15 +62,16 @@ def _answer(command: Sequence[str], env: Env) -> str:
     return ran.stdout if ran.returncode == 0 else ""
 
 
+def told_end_of_job(env: Env) -> float | None:
+    """As `end_of_job`, but as it was when the job began, and without asking anybody; older Slurms do not tell it."""
+    return _moment(env.get("SLURM_JOB_END_TIME", "")) if in_job(env) else None
+
+
 def end_of_job(env: Env, ask: Ask = _answer) -> float | None:
-    """When Slurm ends this job, in seconds since 1970; None outside of a job and for one without a limit."""
-    if in_job(env) and (said := _moment(env.get("SLURM_JOB_END_TIME", ""))) is not None:
-        return said
-    return end_of_job_now(env, ask)
+    """When Slurm ends this job, in seconds since 1970; None outside of a job and for one without a limit.
 
-
-def end_of_job_now(env: Env, ask: Ask = _answer) -> float | None:
-    """As `end_of_job`, but not as it was when the job began."""
+    Slurm is asked, which takes long where it does not answer.
+    """
     job = job_id(env)
     if job is None or not job.isdecimal():
         return None

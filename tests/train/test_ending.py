@@ -1,0 +1,325 @@
+"""A training stops in time, after the same step on all ranks, under every launcher; and goes on as if it had not."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrun import Here, mesh
+from meshrun.config import RunConfig, RunDirectory
+from meshrun.layout import parse
+from meshrun.train.ending import Deadline, Ending, Signals, deadline_of
+from meshrun.train.interval import Every
+from meshrun.train.loop import Stopped, Trainer
+from meshrun.train.recovery import Keeping
+from tests.launch.command import MODULE, Ended, events, meshrun, wait_until
+from tests.launch.test_other_launchers import HYDRA, OPENMPI, TORCHRUN
+from tests.train.small import points, small
+
+SLOW = str(Path(__file__).parent / "programs/slow.py")
+REFERENCE = 1000
+MORE = 5
+"""Steps that are made after a run has gone on, each of which would show that it did not go on as it was."""
+LAUNCHERS: dict[str, tuple[str, ...]] = {
+    "own": (*MODULE, "run", SLOW, "--procs", "2"),
+    "torchrun": (*TORCHRUN, "-m", "meshrun", "run", SLOW),
+    "mpirun": (*OPENMPI, *MODULE, "run", SLOW),
+    "mpiexec": (*HYDRA, *MODULE, "run", SLOW),
+    "in a job": (*MODULE, "run", SLOW, "--procs", "2"),
+}
+BY_THE_CLOCK = ("own", "torchrun")
+PATIENCE = 240.0
+"""Seconds, on a machine that has much else to do."""
+pytestmark = pytest.mark.timeout(3 * PATIENCE)
+
+
+class Course:
+    """A run of two ranks that would go on for long: started, asked to stop, and resumed."""
+
+    def __init__(self, folder: Path, launcher: str) -> None:
+        self.folder, self.launcher = folder, launcher
+        self.run = RunDirectory(folder / "runs/slow-1")
+        self.processes: list[subprocess.Popen[str]] = []
+        self.ended: list[Ended] = []
+        self.began: list[float] = []
+        self.stopped: dict[str, Any] = {}
+
+    def begin(self, *words: object) -> None:
+        job = {"SLURM_JOB_ID": "1"} if self.launcher == "in a job" else {}
+        self._start(*LAUNCHERS[self.launcher], "--pause", "0.2", "--record-ids", "--json", *words, **job)
+
+    def resume(self) -> None:
+        self.stopped = self.run.stopped() or {}
+        words = ["--procs", 2, "--pause", 0, "--steps", self.stopped["step"] + MORE, "--deadline", "none", "--json"]
+        self._start(*MODULE, "resume", "runs/slow-1", *words)
+
+    def _start(self, *words: object, **environment: str) -> None:
+        self.began.append(time.time())
+        self.processes.append(
+            subprocess.Popen(
+                list(map(str, words)),
+                cwd=self.folder,
+                env={**os.environ, **environment},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                process_group=0,
+            )
+        )
+
+    def pid(self, rank: int) -> int:
+        """Of a rank, once it has done some steps."""
+        process = self.processes[0]
+        wait_until(lambda: process.poll() is not None or len(events(self.run.path, rank, "step")) > 3, PATIENCE)
+        assert process.poll() is None, process.communicate()
+        pid: int = events(self.run.path, rank, "start")[-1]["pid"]
+        return pid
+
+    def end(self) -> None:
+        process = self.processes[-1]
+        out, err = process.communicate(timeout=PATIENCE)
+        self.ended.append(Ended(process.returncode, out, err, time.time()))
+        assert process.returncode == 0, err
+
+    def clean_up(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+
+
+@dataclass(frozen=True)
+class Courses:
+    """All of them, and what the same training is where nobody stops it."""
+
+    losses: list[float]
+    deadline: float
+    by_launcher: dict[str, Course]
+
+
+@pytest.fixture(scope="module")
+def courses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Courses]:
+    """All at once, since they mostly wait; a deadline must suit the machine, so it goes by how long a start takes."""
+    began = time.time()
+    words = ["--procs", 2, "--steps", REFERENCE, "--eval-every", REFERENCE, "--json"]
+    reference = meshrun(tmp_path_factory.mktemp("reference"), "run", SLOW, *words)
+    assert reference.status == 0, reference.err
+    deadline = 6 + 3 * (time.time() - began)
+    found = [each for each in LAUNCHERS if shutil.which(LAUNCHERS[each][0])]
+    made = {each: Course(tmp_path_factory.mktemp("course"), each) for each in found}
+    try:
+        for each in BY_THE_CLOCK:
+            made[each].begin("--deadline", f"{deadline:.1f}s")
+        for each in BY_THE_CLOCK:
+            made[each].pid(rank=1)
+        rest = [made[each] for each in found if each not in BY_THE_CLOCK]
+        for course in rest:
+            course.begin("--deadline", "none")
+        for course in rest:
+            _ask(course)
+        for course in made.values():
+            course.end()
+        for course in made.values():
+            course.resume()
+        for course in made.values():
+            course.end()
+        yield Courses(reference.document["losses"], deadline, made)
+    finally:
+        for course in made.values():
+            course.clean_up()
+
+
+def _ask(course: Course) -> None:
+    match course.launcher:
+        case "mpirun":
+            os.kill(course.pid(rank=1), signal.SIGUSR2)
+        case "mpiexec":
+            course.pid(rank=0)
+            course.run.stop_file.touch()
+        case "in a job":
+            os.kill(course.pid(rank=1), signal.SIGTERM)
+
+
+@pytest.fixture
+def course(courses: Courses, launcher: str) -> Course:
+    if launcher not in courses.by_launcher:
+        pytest.skip(f"{LAUNCHERS[launcher][0]} is not installed")
+    return courses.by_launcher[launcher]
+
+
+every_launcher = pytest.mark.parametrize("launcher", LAUNCHERS)
+
+
+@every_launcher
+def test_all_ranks_stop_after_the_same_step_keep_it_and_end_well(course: Course):
+    step, first = course.stopped["step"], course.began[1]
+    last = [
+        [each["step"] for each in events(course.run.path, rank, "ids") if each["time"] < first][-1] for rank in (0, 1)
+    ]
+    assert last == [step, step]
+    assert events(course.run.path, 0, "resumed")[0]["step"] == step
+    assert (course.stopped["of"], course.stopped["saved"]) == (5000, True)
+
+
+@every_launcher
+def test_scripts_read_why_it_stopped_and_what_it_had_reached(course: Course, courses: Courses):
+    result = course.ended[0].document
+    stopped = result["stopped"]
+    assert {name: course.stopped[name] for name in stopped} == stopped
+    assert result["losses"] == courses.losses[: stopped["step"]]
+    reasons = {
+        "own": r"the deadline is in \d+ s",
+        "torchrun": r"the deadline is in \d+ s",
+        "mpirun": "it got SIGUSR2",
+        "mpiexec": "runs/slow-1/stop was made",
+        "in a job": "it got SIGTERM",
+    }
+    assert re.fullmatch(reasons[course.launcher], stopped["why"])
+
+
+@every_launcher
+def test_it_goes_on_where_it_stopped_with_no_step_lost_or_repeated(course: Course, courses: Courses):
+    steps = course.stopped["step"] + MORE
+    assert course.ended[1].document["losses"] == courses.losses[:steps]
+    for rank in (0, 1):
+        used = [each["step"] for each in events(course.run.path, rank, "ids")]
+        assert used == list(range(1, steps + 1))
+    assert course.run.stopped() is None
+    assert not course.run.stop_file.exists()
+
+
+@pytest.mark.parametrize("launcher", BY_THE_CLOCK)
+def test_it_stops_before_the_deadline_and_not_long_before(course: Course, courses: Courses):
+    took = course.ended[0].document["stopped"]["time"] - course.began[0]
+    assert courses.deadline / 2 < took < courses.deadline
+
+
+def test_a_run_without_time_for_a_step_says_so_and_is_not_tried_again(tmp_path: Path):
+    ended = meshrun(tmp_path, "run", SLOW, "--deadline", "0.1s")
+    assert ended.status == 2
+    (sentence,) = ended.sentences
+    assert sentence.startswith("the deadline is in 0 s, which is too short for a step and a checkpoint (")
+    assert sentence.endswith("; give it more time (--deadline, or the job's time limit)")
+
+
+class Asking:
+    """An ending that asks one rank to stop at one step."""
+
+    def __init__(self, rank: int, here: Here, step: int) -> None:
+        self._asks, self._step, self._looked = rank == here.rank, step, 0
+
+    def asked(self, evaluates: bool) -> float:
+        del evaluates
+        self._looked += 1
+        return float(self._asks and self._looked >= self._step)
+
+    def stepped(self, seconds: float) -> None: ...
+
+    def evaluated(self, seconds: float) -> None: ...
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, marks=pytest.mark.ranks(parse(each).size), id=each) for each in ("dp=2", "fsdp=2", "pp=2")],
+)
+def test_a_word_to_one_rank_stops_all_of_them_after_the_step_in_which_it_came(layout: str, rank: int):
+    mesh.use(mesh.Meeting(layout=layout, device="cpu"))
+    trainer = Trainer(small(64, 8, steps=20), mesh.start())
+    trainer.ending = Asking(rank, trainer.here, step=4)
+    with pytest.raises(Stopped, match=r"stopped after step 4$"):
+        trainer.train()
+
+
+def keeping_trainer(here: Here, folder: Path, **changes: Any) -> Trainer:
+    return Trainer(small(64, 8, steps=20, **changes), here, keeping=Keeping(folder, None, Every(steps=100)))
+
+
+def test_an_evaluation_that_would_not_end_in_time_is_not_begun_and_made_up_for_later(alone: Here, tmp_path: Path):
+    trainer = keeping_trainer(alone, tmp_path, evals={"val": points(16)})
+    ending = Ending(trainer, RunDirectory(tmp_path), Signals(), Deadline(time.time(), time.time() + 100))
+    ending.evaluated(1000.0)
+    trainer.ending = ending
+    with pytest.raises(Stopped) as stopped:
+        trainer.train()
+    assert ending.conclude(stopped.value)["step"] == 8 and trainer.evaluated == 0
+    again = keeping_trainer(alone, tmp_path, evals={"val": points(16)})
+    assert again.resume() is not None
+    again.train()
+    assert again.evaluated == 20 and again.totals.best["step"] >= 8
+
+
+def test_slurm_is_asked_again_before_the_time_has_come_and_a_limit_that_was_extended_holds(alone: Here, tmp_path: Path):
+    trainer, asked = keeping_trainer(alone, tmp_path), list[float]()
+
+    def ask() -> float:
+        asked.append(time.time())
+        return time.time() + 1000
+
+    ending = Ending(trainer, RunDirectory(tmp_path), Signals(), Deadline(time.time(), time.time() + 3, ask=ask))
+    trainer.ending = ending
+    trainer.train()
+    assert len(asked) == 1
+
+
+def test_a_run_that_keeps_no_state_does_not_stop_by_the_clock(alone: Here, tmp_path: Path):
+    never = Keeping(tmp_path, None, Every(never=True))
+    trainer = Trainer(small(64, 8, steps=20), alone, keeping=never)
+    trainer.ending = ending = Ending(trainer, RunDirectory(tmp_path), Signals(), Deadline(0.0, 100.0))
+    ending.begin(0.0)
+    assert trainer.train()["steps"] == 20
+
+
+def test_signals_are_as_before_afterwards(alone: Here, tmp_path: Path):
+    before = [signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)]
+    trainer = keeping_trainer(alone, tmp_path)
+    with Signals() as signals:
+        ending = Ending(trainer, RunDirectory(tmp_path), signals, None)
+        ending.begin(0.0)
+        assert ending.asked(evaluates=False) == 0
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ending.asked(evaluates=False) == 1
+    assert [signal.getsignal(number) for number in (signal.SIGUSR2, signal.SIGTERM)] == before
+
+
+def test_an_end_that_slurm_does_not_say_at_once_is_learned_beside_the_training(alone: Here, tmp_path: Path):
+    answer = threading.Event()
+
+    def ask() -> float:
+        answer.wait()
+        return time.time() + 1
+
+    trainer = keeping_trainer(alone, tmp_path)
+    deadline = Deadline(time.time() - 1000, ask=ask)
+    deadline.ask_while_unknown()
+    trainer.ending = ending = Ending(trainer, RunDirectory(tmp_path), Signals(), deadline)
+    ending.begin(0.01)
+    steps = trainer.steps()
+    for _ in range(3):
+        next(steps)
+    answer.set()
+    deadline.wait(10)
+    with pytest.raises(Stopped, match=r"stopped after step 4$"):
+        list(steps)
+    assert re.fullmatch(r"the deadline is in \d s", ending.conclude(Stopped(""))["why"])
+
+
+def test_a_deadline_is_counted_from_the_start_of_the_run_or_is_that_of_the_job():
+    found = deadline_of(RunConfig(target="digits", deadline="10min"), {}, began=1000.0)
+    assert found is not None and (found.end, found.limit, found.slack) == (1600.0, 600.0, 11.0)
+    job = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": "8200"}
+    found = deadline_of(RunConfig(target="digits"), job, began=1000.0)
+    assert found is not None and (found.end, found.limit, found.slack) == (8200.0, 7200.0, 60.0)
+    assert deadline_of(RunConfig(target="digits", deadline="none"), job, began=1000.0) is None
+    assert deadline_of(RunConfig(target="digits"), {}, began=1000.0) is None
