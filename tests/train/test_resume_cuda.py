@@ -35,7 +35,7 @@ def trainer_on_gpu(layout: str, folder: Path | None, experiment: Experiment, eve
 
 def stop_at(cut: int, trainer: Trainer) -> None:
     for update in trainer.steps():
-        if trainer._to_be_evaluated():
+        if trainer._to_be_evaluated(trainer.step):
             trainer._evaluate_and_keep()
         if update.step == cut:
             break
