@@ -69,6 +69,7 @@ OF_CHAOS = [
     Option("faults", int, 200, "Faults to strike."),
     Option("seed", int, 1, "Decides which faults strike when, and where."),
     Option("kinds", str, None, "Kinds of faults, such as kill-update,disk-full; all of them when absent."),
+    Option("cluster", bool, False, "Run as jobs on virtual nodes of a real Slurm, and break these (as root)."),
     Option("keep", Path, None, "Folder to keep all runs in; else only those that failed are kept."),
 ]
 NOT_FOR_CHAOS = (
@@ -160,10 +161,11 @@ def parse_submit(words: list[str], name: str = "submit", static: bool = False) -
     of_run = [each for each in run_options() if each.name not in NOT_FOR_SUBMIT]
     beyond = tuple(each.name for each in OF_SUBMIT)
     command = Command(name, "Submit a job that trains", [*OF_SUBMIT, *of_run], beyond=beyond)
-    return _parse(replace(command, own=_from_text) if static else command, words)
+    return _parse(replace(command, own=options_in_text) if static else command, words)
 
 
-def _from_text(target: Target) -> list[Option]:
+def options_in_text(target: Target) -> list[Option]:
+    """The options of a target, without importing it if its text says what they are."""
     from meshrun.cli.static import static_options
 
     found = static_options(target)

@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshrun.cli.command import Asked, parse_submit
+from meshrun.cli.command import Asked, options_in_text, parse_submit
+from meshrun.cli.options import run_options
 from meshrun.config import RunConfig, seconds_in
 from meshrun.errors import UserError
 from meshrun.launch import limits
@@ -131,9 +132,11 @@ def _seconds(text: str) -> int:
 
 def _chosen(asked: Asked, words: list[str], command: str, static: bool) -> list[Choice]:
     """One run, or one for each combination of a sweep's values, each read as if it had been typed."""
-    sweep = [_sweep(text) for text in _rejoined(asked.beyond["sweep"], lambda part: "=" in part)]
-    if not sweep:
+    if not asked.beyond["sweep"]:
         return [Choice(asked.config)]
+    known = {option.name for option in (*run_options(), *options_in_text(asked.target))}
+    texts = _rejoined(asked.beyond["sweep"], lambda part: part.partition("=")[0].replace("-", "_") in known)
+    sweep = [_sweep(text) for text in texts]
     if len({name for name, _ in sweep}) < len(sweep):
         raise UserError("a sweep names an option twice; give all its values at once: lr=1e-3,3e-4 (--sweep)")
     combinations = list(itertools.islice(itertools.product(*(values for _, values in sweep)), MOST_ELEMENTS + 1))
@@ -216,7 +219,7 @@ def _submission(
         sweep=sweep,
         setup=_setup(given.get("setup")),
         offline=given["offline"],
-        links=(given.get("links") or LINKS) if given["until_done"] else 1,
+        links=given.get("links", LINKS) if given["until_done"] else 1,
     )
 
 

@@ -34,8 +34,10 @@ def submit_command(words: list[str]) -> int:
     if "--dry-run" in words or "--help" in words:
         plan = planned(words, static="--help" not in words)
         return _shown(plan) if plan is not None else 0
-    slurm = Slurm.here()
-    plan = planned(words, static=False, here=_probed())
+    slurm, here = Slurm.here(), _probed()
+    # First what can be refused at once: importing the target takes seconds.
+    planned(words, here=here)
+    plan = planned(words, static=False, here=here)
     if plan is None:
         return 0
     _check(plan)

@@ -19,6 +19,8 @@ from meshrun.launch.submission import Line, Submission
 from meshrun.world import walltime
 
 WIDTH = 116
+SHORT = 600
+"""Seconds below which a job relies on the training's own clock."""
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "offline"}
 """What makes libraries look at files that are here, and not for a network that is not."""
 
@@ -36,9 +38,12 @@ def quoted(text: str) -> str:
     return text if _PLAIN.fullmatch(text) else '"' + re.sub(r'([\\$`"])', r"\\\1", text) + '"'
 
 
-def lead(seconds: int) -> int:
-    """How long before the end of its time a job's shell is told, for a training that has not stopped by itself."""
-    return min(120, max(15, seconds // 10))
+def lead(seconds: int) -> int | None:
+    """How long before the end of its time a job's shell is told, for a training that has not stopped by itself.
+
+    Slurm looks about twice a minute and may be a minute early: too coarse for a job of a few minutes.
+    """
+    return min(120, seconds // 10) if seconds >= SHORT else None
 
 
 def _head(submission: Submission) -> Iterator[str]:
@@ -83,10 +88,11 @@ def _requests(submission: Submission) -> Iterator[str]:
     yield "#SBATCH --requeue"
     yield from _comment("The loss of another node does not end the job: the rest goes on without it.")
     yield "#SBATCH --no-kill"
-    yield from _comment(
-        "So many seconds before the end this shell is told, should the training not have stopped by itself by then."
-    )
-    yield f"#SBATCH --signal=B:USR2@{lead(asked.seconds)}"
+    if told := lead(asked.seconds):
+        yield from _comment(
+            "So many seconds before the end this shell is told, should the training not have stopped by itself by then."
+        )
+        yield f"#SBATCH --signal=B:USR2@{told}"
 
 
 def _shell(submission: Submission) -> Iterator[str]:
@@ -130,9 +136,7 @@ def _training(submission: Submission) -> Iterator[str]:
     yield f"PYTHON={quoted(submission.python)}"
     yield ""
     yield "STEP=("
-    yield from _comment(
-        "What is exported above is for all nodes, also at a site that submits with --export=NONE.", "    "
-    )
+    yield from _comment("What is exported above is for all nodes, also where sbatch was given --export=NONE.", "    ")
     yield "    --export=ALL"
     yield from _comment("Launchers notice by themselves when one of them is lost; Slurm must not end the rest.", "    ")
     yield "    --no-kill --kill-on-bad-exit=0 --wait=0"
@@ -154,7 +158,11 @@ def rules_for_step(submission: Submission) -> tuple[Line, ...]:
 _RUNNING = r"""
 # What Slurm tells this shell reaches the training, on whatever nodes it runs, as a file that it looks for.
 rm -f "$RUN/stop"
-trap 'told=yes; touch "$RUN/stop"' USR2 TERM
+ask_to_stop() {
+    told=yes
+    touch "$RUN/stop"
+}
+trap ask_to_stop USR2 TERM
 
 # A node that does not see the run directory is named here, before anything starts.
 status=0

@@ -1,0 +1,226 @@
+"""`meshrun submit` where there is no Slurm: the script that it prints, how fast, and what it refuses."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from meshrun.cli.job_plan import planned
+from meshrun.cli.main import main
+from meshrun.cli.options import options_of
+from meshrun.cli.static import static_options
+from meshrun.cli.target import Target, find, recipes
+from tests.cli.test_bad_input import check_refusal
+from tests.launch.command import Ended
+
+EVERY_TYPE = str(Path(__file__).parent / "programs" / "every_type.py")
+DRY = ("--nodes", "2", "--gpus-per-node", "4", "--dry-run")
+
+Call = Callable[..., Ended]
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Call:
+    """Runs a command line in this process, in a folder of its own and without any Slurm."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("SBATCH_ACCOUNT", raising=False)
+
+    def called(*words: object) -> Ended:
+        with pytest.raises(SystemExit) as ended:
+            main([*map(str, words)])
+        said = capsys.readouterr()
+        assert isinstance(ended.value.code, int)
+        return Ended(ended.value.code, said.out, said.err)
+
+    return called
+
+
+def test_dry_run_prints_the_script_and_makes_nothing(call: Call, tmp_path: Path):
+    shown = call("submit", "digits", *DRY, "--width", 64)
+    assert (shown.status, shown.err) == (0, "")
+    assert shown.out.startswith("#!/bin/bash\n")
+    assert f"RUN={tmp_path}/runs/digits-1\n" in shown.out and f"PYTHON={sys.executable}\n" in shown.out
+    assert "#SBATCH --nodes=2\n" in shown.out and "#SBATCH --gres=gpu:4\n" in shown.out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_as_json_is_one_document_with_the_script(call: Call):
+    plain, document = call("submit", "digits", *DRY).out, call("submit", "digits", *DRY, "--json").document
+    assert document["script"].replace(" --json", "") == plain
+
+
+def test_dry_run_loads_neither_torch_nor_the_target():
+    program = [sys.executable, "-X", "importtime", "-m", "meshrun", "submit", "llama", *DRY]
+    ended = subprocess.run(program, capture_output=True, text=True, check=True)
+    loaded = {line.rpartition("|")[2].strip() for line in ended.stderr.splitlines() if line.startswith("import time:")}
+    assert "meshrun.launch.script" in loaded and ended.stdout.startswith("#!/bin/bash\n")
+    assert not {name for name in loaded if name.split(".")[0] in ("torch", "numpy")}
+    assert "meshrun.recipes.llama" not in loaded
+
+
+def test_dry_run_takes_less_than_half_a_second():
+    """Counted in processor time, the least of several: what else runs on the machine must not decide."""
+    least = float("inf")
+    for _ in range(8):
+        before = os.times()
+        subprocess.run(
+            [sys.executable, "-m", "meshrun", "submit", "digits", *DRY], stdout=subprocess.DEVNULL, check=True
+        )
+        after = os.times()
+        spent = (after.children_user - before.children_user) + (after.children_system - before.children_system)
+        least = min(least, spent)
+        if least < 0.4:
+            break
+    assert least < 0.5
+
+
+def test_without_slurm_submit_says_what_can_be_done_here(call: Call, tmp_path: Path):
+    for command in (["submit", "digits", *DRY[:-1]], ["jobs"], ["follow", "digits-1"], ["cancel", "digits-1"]):
+        check_refusal(
+            call(*command), r"^no Slurm on this machine: .*--dry-run prints its script, meshrun rehearse plays"
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+REFUSALS: dict[str, tuple[list[object], str]] = {
+    "unknown site": (
+        ["--site", "juwels-boster"],
+        r"there is no site 'juwels-boster'; did you mean juwels-booster.*\(--site\)$",
+    ),
+    "more GPUs than the site's nodes have": (
+        ["--site", "juwels-booster", "--gpus-per-node", 5, "--account", "x"],
+        r"^gpus_per_node is 5, but a node of .* has 4; .*\(--gpus-per-node, --nodes\)$",
+    ),
+    "a time above the limit": (
+        ["--site", "juwels-booster", "--account", "x", "--time", "2d"],
+        r"^time is 2-00:00:00, but partition booster ends jobs after .*\(--time, --until-done\)$",
+    ),
+    "no account where one is needed": (
+        ["--site", "juwels-booster"],
+        r"takes no job without an account.*\(--account\)$",
+    ),
+    "a time that is none": (["--time", "soon"], r"^time is 'soon'; it must be one such as 90min.*\(--time\)$"),
+    "too short a time": (["--time", "30s"], r"^time is 30 s; .*\(--time\)$"),
+    "a time without end": (["--time", "UNLIMITED"], r"^time has no limit; .*\(--time\)$"),
+    "no nodes": (["--nodes", 0], r"^nodes is 0; it must be at least 1 \(--nodes\)$"),
+    "fewer ranks than GPUs": (["--procs", 3], r"^procs is 3, but each of the 4 GPUs of a node gets one rank; "),
+    "a layout that does not fit": (["--layout", "fsdp=3"], r"^layout 'fsdp=3' needs 3 ranks but this run has 8; "),
+    "tensor parallel across nodes": (
+        ["--layout", "tp=8"],
+        r"do not fit inside nodes of 4 ranks.*--allow-tp-across-nodes\)$",
+    ),
+    "links of no chain": (["--links", 3], r"^links is 3, which bounds a chain of jobs; .*\(--until-done\)$"),
+    "a chain of none": (["--until-done", "--links", 0], r"^links is 0; it must be at least 1 \(--links\)$"),
+    "set-up lines that are not there": (["--setup", "none.sh"], r"^cannot read none.sh: No such file.*\(--setup\)$"),
+    "a sweep without values": (["--sweep", "lr"], r"^sweep is 'lr'; it must be an option and its values.*\(--sweep\)$"),
+    "a sweep over an empty value": (["--sweep", "lr=;1"], r"^sweep is 'lr=;1'; .*\(--sweep\)$"),
+    "a sweep over what is no option": (["--sweep", "color=red,blue"], r"No such option: --color"),
+    "a sweep over what is no value": (["--sweep", "lr=1e-3,fast"], r"^lr is 'fast'; it must be a number \(--lr\)$"),
+    "a sweep over what is none of the run": (["--sweep", "time=1h,2h"], r"changes nothing in the run.*\(--sweep\)$"),
+    "a sweep that names an option twice": (
+        ["--sweep", "lr=1", "--sweep", "lr=2"],
+        r"^a sweep names an option twice; .*\(--sweep\)$",
+    ),
+    "too large a sweep": (
+        ["--sweep", f"lr={','.join(map(str, range(1, 40)))}", "--sweep", f"seed={','.join(map(str, range(40)))}"],
+        r"^the sweep has more than 1000 combinations; .*\(--sweep\)$",
+    ),
+    "a name with a line break": (
+        ["--name", "a\nb"],
+        r"^the path '.*a\\nb-1' has characters that no job script can hold",
+    ),
+    "a folder with a backslash": (["--runs", "a\\b"], r"^the path '.*' has a backslash, .*\(--runs\)$"),
+    "an account with a line break": (["--account", "a\n#SBATCH -x"], r"^account is 'a\\n#SBATCH -x'; .*\(--account\)$"),
+    "a partition that is shell code": (["--partition", "$(id)"], r"^partition is '\$\(id\)'; .*\(--partition\)$"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSALS)
+def test_what_cannot_be_submitted_is_refused_in_a_sentence(call: Call, tmp_path: Path, case: str):
+    words, sentence = REFUSALS[case]
+    given = {str(word) for word in words}
+    usual = [] if "--site" in given else ["--gpus-per-node", 4]
+    nodes = [] if "--nodes" in given else ["--nodes", 2]
+    check_refusal(call("submit", "digits", "--dry-run", *nodes, *usual, *words), sentence)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gpus_that_nobody_knows_of_are_asked_for(call: Call):
+    check_refusal(
+        call("submit", "digits", "--dry-run"), r"^how many GPUs a node has is not known here; .*\(--gpus-per-node\)$"
+    )
+
+
+def test_a_plain_script_is_refused(call: Call, tmp_path: Path):
+    (tmp_path / "script.py").write_text("print(1)\n")
+    check_refusal(call("submit", "script.py", *DRY), r"^script.py is a plain script; submit needs a function")
+
+
+def test_words_of_a_hostile_user_are_words(call: Call, tmp_path: Path):
+    """What is typed gets to the job as it is, and runs nowhere."""
+    hostile = 'it\'s "50%" $(touch gone) `id`;&'
+    shown = call("submit", "digits", *DRY, "--name", hostile).out
+    assert subprocess.run(["/bin/bash", "-n"], input=shown, text=True, check=False).returncode == 0
+    assignment = next(line for line in shown.splitlines() if line.startswith("RUN="))
+    program = f'{assignment}\nprintf %s "$RUN"'
+    said = subprocess.run(["/bin/bash", "-c", program], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert said.stdout == f"{tmp_path}/runs/{hostile}-1"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("text", sorted(recipes()))
+def test_options_read_from_the_text_are_those_of_the_function(text: str):
+    check_same_options(find(text))
+
+
+def test_options_of_every_type_are_read_from_the_text():
+    check_same_options(find(EVERY_TYPE))
+
+
+def check_same_options(target: Target) -> None:
+    """The same names in the same order, and of each whose type the text can tell, the same conversion."""
+    told, found = static_options(target), options_of(target.function())
+    assert told is not None
+    assert {option.name for option in found} <= {option.name for option in told}
+    for option in found:
+        static = next(each for each in told if each.name == option.name)
+        assert static.many == option.many and static.container == option.container
+        if static.kind is not str:
+            assert static.kind == option.kind
+        if option.default is not None and isinstance(option.default, int | float | str):
+            assert static.default == option.default
+
+
+def test_a_function_that_is_imported_is_asked_for_its_options(call: Call, tmp_path: Path):
+    (tmp_path / "mine.py").write_text("from meshrun.recipes.digits import experiment\n")
+    assert static_options(find(str(tmp_path / "mine.py"))) is None
+    assert call("submit", "mine.py", *DRY, "--width", 32).status == 0
+    check_refusal(call("submit", "mine.py", *DRY, "--width", "wide"), r"^width is 'wide'; ")
+
+
+def test_help_lists_the_options_of_jobs(call: Call):
+    shown = re.sub(r"\s+", " ", call("submit", "--help").out)
+    for flag in ("--gpus-per-node", "--until-done", "--sweep", "--dry-run", "--account", "--layout"):
+        assert flag in shown
+
+
+def test_the_runs_of_a_sweep_have_all_combinations_of_its_values():
+    plan = planned(["digits", *DRY, "--sweep", "lr=1e-3,3e-4", "--sweep", "compile=true,false", "--until-done"])
+    assert plan is not None and plan.submission.links == 20
+    chosen = [(each.config.options.get("lr"), each.config.compile, each.values) for each in plan.choices]
+    assert chosen == [
+        (1e-3, True, "lr=1e-3, compile=true"),
+        (1e-3, False, "lr=1e-3, compile=false"),
+        (3e-4, True, "lr=3e-4, compile=true"),
+        (3e-4, False, "lr=3e-4, compile=false"),
+    ]
+    assert {each.config.nodes for each in plan.choices} == {"1:2"}
+    assert [element.run.name for element in plan.submission.sweep] == ["digits-1", "digits-2", "digits-3", "digits-4"]

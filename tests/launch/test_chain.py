@@ -1,0 +1,206 @@
+"""How a submitted run goes on after each job: complete, failed, over, or another link."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrun.cli.next import next_command
+from meshrun.config import RunConfig, RunDirectory, write_json
+from meshrun.errors import RunFailed, UserError
+from meshrun.launch.chain import Link, Record, Seen, decide
+from meshrun.launch.slurm import Job, Slurm, parsed
+from meshrun.launch.submission import Resources, Rules, Submission
+
+ASKED = Resources(nodes=1, gpus_per_node=1, procs=1, seconds=3600)
+RECORD = Record(Submission("a-1", Path("/runs/a-1"), ("meshrun",), "/usr/bin/python3", ASKED), ("7",))
+STOPPED = {"step": 40, "of": 100, "why": "the job ends in 30 s", "saved": True}
+
+
+def chain(links: int = 5, *steps: int | None) -> Record:
+    """The record of a chain of at most so many links, of which some are over, each at its step."""
+    over = tuple(Link("7", 0, step, "next", "went on") for step in steps)
+    return replace(RECORD, submission=replace(RECORD.submission, links=links), links=over)
+
+
+CASES: dict[str, tuple[Record, Seen, tuple[str, int], str]] = {
+    "complete": (chain(), Seen(0, True, None, 100), ("complete", 0), "the training is complete"),
+    "complete though resume refused to go on": (chain(), Seen(2, True, None, 100), ("complete", 0), "complete"),
+    "wrong option": (chain(), Seen(2, False, None, None), ("failed", 2), "failed with exit status 2"),
+    "a rank failed": (chain(), Seen(1, False, None, 40), ("failed", 1), "failed with exit status 1"),
+    "no result": (chain(), Seen(0, False, None, 40), ("failed", 1), "ended without a result"),
+    "stopped in time": (
+        chain(),
+        Seen(0, False, STOPPED, 40),
+        ("next", 0),
+        "stopped after step 40 of 100, since the job ends in 30 s; link 2 of at most 5 goes on",
+    ),
+    "stopped under a launcher that was signalled itself": (
+        chain(),
+        Seen(143, False, STOPPED, 40),
+        ("next", 0),
+        "link 2",
+    ),
+    "stopped without a chain": (
+        chain(1),
+        Seen(0, False, STOPPED, 40),
+        ("over", 0),
+        "stopped after step 40 of 100, .*; sbatch /runs/a-1/job.sh goes on, and --until-done would do so by itself",
+    ),
+    "cut off": (chain(), Seen(137, False, None, 30), ("next", 0), "cut off with all of step 30 saved .*; link 2"),
+    "cut off without a chain": (chain(1), Seen(137, False, None, 30), ("over", 137), "cut off with all of step 30"),
+    "cut off at once": (chain(), Seen(143, False, None, None), ("next", 0), "cut off before its first checkpoint"),
+    "nodes lost": (chain(), Seen(75, False, None, 30), ("next", 0), "link 2"),
+    "no progress": (chain(5, 40), Seen(0, False, STOPPED, 40), ("over", 1), "it makes no progress, so the chain ends"),
+    "never a checkpoint": (chain(5, None), Seen(137, False, None, None), ("over", 137), "makes no progress"),
+    "progress": (chain(5, 20), Seen(0, False, STOPPED, 40), ("next", 0), "link 3 of at most 5"),
+    "last link": (chain(3, 10, 20), Seen(0, False, STOPPED, 40), ("over", 1), r"all 3 links are used \(--links\)"),
+    "keeps no state": (chain(), Seen(0, False, {**STOPPED, "saved": False}, None), ("over", 1), "--checkpoint none"),
+    "cancelled by meshrun": (replace(chain(), cancelled=True), Seen(0, False, STOPPED, 40), ("over", 1), "cancelled"),
+    "cancelled by scancel": (chain(), Seen(143, False, None, 30, ending=True), ("over", 143), "cancelled"),
+    "preempted without a chain": (chain(1), Seen(0, False, STOPPED, 40, preempted=True), ("next", 0), "queued again"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_decision(case: str):
+    record, seen, (what, status), words = CASES[case]
+    decision = decide(record, seen)
+    assert (decision.what, decision.status) == (what, status)
+    assert re.search(words, decision.sentence), decision.sentence
+
+
+class Fake:
+    """Slurm's commands, written down instead of run."""
+
+    def __init__(self, state: str = "RUNNING", reason: str = "None", requeues: int = 0) -> None:
+        self.state, self.reason, self.requeues = state, reason, requeues
+        self.calls: list[list[str]] = []
+
+    def __call__(self, argv: Any, _env: Any) -> Any:
+        self.calls.append(list(argv))
+        code, out = 0, ""
+        match argv[0], argv[1]:
+            case "squeue", _:
+                out = "\x1f".join(("7", "7", self.state, self.reason, "1:00", "2:00", "N/A", "1", "n1", "/runs/job.sh"))
+            case "scontrol", "requeue":
+                code = self.requeues
+            case "sbatch", _:
+                out = "8"
+        return subprocess.CompletedProcess(argv, code, out, "disabled" if code else "")
+
+    def asked(self, command: str) -> list[list[str]]:
+        return [call for call in self.calls if call[0] == command and call[:2] != ["scontrol", "show"]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """A run that stopped in time, in a chain that may go on."""
+    made = RunDirectory.create(RunConfig(target="digits", runs=tmp_path))
+    chain(3).save(made.path)
+    write_json(made.stopped_file, STOPPED)
+    return made
+
+
+def after(run: RunDirectory, slurm: Fake, monkeypatch: pytest.MonkeyPatch, status: int = 0) -> int:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr(Slurm, "here", lambda: Slurm(slurm))
+    return next_command(run.path, status, as_json=False)
+
+
+def test_the_job_is_requeued_and_the_link_is_counted(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    slurm = Fake()
+    assert after(run, slurm, monkeypatch) == 0
+    assert slurm.asked("scontrol") == [["scontrol", "requeue", "7"]] and not slurm.asked("sbatch")
+    record = Record.load(run.path)
+    assert [(link.step, link.what) for link in record.links] == [(40, "next")]
+    assert (record.jobs, record.used, record.ended) == (("7",), 2, "")
+    assert capsys.readouterr().out.startswith("meshrun: stopped after step 40 of 100, ")
+
+
+def test_a_requeue_that_ends_the_command_itself_starts_no_second_job(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    slurm = Fake(requeues=-15)
+    assert after(run, slurm, monkeypatch) == 0
+    assert not slurm.asked("sbatch")
+
+
+@pytest.mark.parametrize(("rules", "requeues"), [(Rules(chain="submit"), 0), (Rules(), 1)], ids=["site", "refused"])
+def test_another_job_follows_where_the_site_does_not_requeue(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, rules: Rules, requeues: int
+):
+    record = chain(3)
+    replace(record, submission=replace(record.submission, rules=rules)).save(run.path)
+    slurm = Fake(requeues=requeues)
+    assert after(run, slurm, monkeypatch) == 0
+    assert slurm.asked("sbatch") == [["sbatch", "--parsable", "--dependency=afterany:7", "/runs/a-1/job.sh"]]
+    assert Record.load(run.path).jobs == ("7", "8")
+
+
+def test_an_element_of_a_sweep_goes_on_alone(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    record = chain(3)
+    submission = replace(record.submission, rules=Rules(chain="submit"))
+    replace(record, submission=submission, index=2, jobs=("7_2",)).save(run.path)
+    slurm = Fake()
+    assert after(run, slurm, monkeypatch) == 0
+    assert slurm.asked("sbatch")[0][2:4] == ["--dependency=afterany:7", "--array=2"]
+    assert Record.load(run.path).jobs == ("7_2", "8_2")
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "goes_on"),
+    [("RUNNING", "None", True), ("COMPLETING", "TimeLimit", True), ("COMPLETING", "None", False)],
+)
+def test_a_job_at_its_time_limit_goes_on_and_a_cancelled_one_does_not(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, state: str, reason: str, goes_on: bool
+):
+    slurm = Fake(state, reason)
+    after(run, slurm, monkeypatch, status=143)
+    assert bool(slurm.asked("scontrol")) == goes_on
+    assert bool(Record.load(run.path).ended) != goes_on
+
+
+def test_a_run_that_has_reached_its_end_is_complete(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    run.stopped_file.unlink()
+    write_json(run.path / "result.json", {"steps": 100})
+    assert after(run, Fake(), monkeypatch) == 0
+    assert Record.load(run.path).links[-1].what == "complete"
+
+
+def test_a_chain_that_cannot_go_on_says_so(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    class Down(Fake):
+        def __call__(self, argv: Any, _env: Any) -> Any:
+            if argv[0] == "sbatch" or argv[1] == "requeue":
+                raise RunFailed("sbatch has not answered within 60 s")
+            return super().__call__(argv, _env)
+
+    assert after(run, Down(), monkeypatch) == 1
+    assert "the next link could not be started: sbatch has not answered" in capsys.readouterr().out
+    assert Record.load(run.path).ended
+
+
+def test_a_record_that_is_none_is_refused_in_a_sentence(tmp_path: Path):
+    with pytest.raises(UserError, match=r"was not submitted: it has no submission.json"):
+        Record.load(tmp_path)
+    for text in ("{", "[]", json.dumps({"format": 1})):
+        (tmp_path / "submission.json").write_text(text)
+        with pytest.raises(UserError, match=r"submission.json cannot be read: "):
+            Record.load(tmp_path)
+
+
+def test_lines_of_squeue_with_any_path_are_read():
+    line = "\x1f".join(("8", "7_1", "PENDING", "Resources", "0:00", "1:00", "N/A", "2", "", "/a b/\x1f|c/job.sh"))
+
+    job = parsed(line)
+    assert job == Job("8", "7_1", "PENDING", "Resources", "0:00", "1:00", "N/A", 2, "", Path("/a b/\x1f|c/job.sh"))
