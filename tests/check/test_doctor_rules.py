@@ -112,6 +112,11 @@ WRONG: dict[str, tuple[Callable[[Case], Case], str, list[str]]] = {
         "cores",
         ["ranks 2, 3 of n2 together may run on 1 core (0) but 16 were granted", "--cpu-bind=none"],
     ),
+    "one of two cores for both": (
+        lambda case: changed(case, N2, cores=Cores((0,), 2, 2, granted_rank=1, granted_node=2, srun_told=True)),
+        "cores",
+        ["ranks 2, 3 of n2 together may run on 1 core (0) but 2 were granted there"],
+    ),
     "cores lost by Slurm 22.05": (
         lambda case: changed(changed(case, (2,), cores={"bound": (0,)}), (3,), cores={"bound": (1,)}),
         "cores",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,7 @@ def test_a_healthy_allocation_is_left_in_peace(two: Cluster, tmp_path: Path):
     for node in nodes.values():
         assert node["interface"] == "eth0" and node["bytes_per_s"]["eth0"] > 3 * node["bytes_per_s"]["eth1"]
         assert node["all_reduce"]["bytes_per_s"] > 0 and len(node["flops"]) == 2
+        assert re.fullmatch(r"\d+\.\d+\.\d+\S*", node["slurm"]) and node["ends_in_s"] > 3600
         assert abs(node["clock_ahead_s"]) < 0.1 and node["gpus"] == {"granted": 2, "listed": 2, "seen": 0}
     assert not [each for each in (tmp_path / "runs").iterdir() if each.name == ".doctor"]
 

@@ -1,8 +1,8 @@
 """How ranks tell rank 0 what they have seen, though the network, or the shared folder, may be what is broken.
 
-    exchange = Exchange(world, runs, listener, patience=30.0)
+    exchange = Exchange(world, runs, listener, addresses, patience=30.0)
     answer = exchange.round("facts", mine, decide)      # decide(letters by rank) runs on rank 0; None: no word from it
-    exchange.tell("together", figures)                  # the last word, nobody answers
+    exchange.tell("together", figures, patience=60.0)   # the last word, nobody answers
     exchange.heard["together"]                          # on rank 0: all letters, by rank
 
 A letter goes both ways that there are: as a file in RUNS/.doctor/JOB and over TCP to rank 0, and is heard if one of the
@@ -19,7 +19,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -51,9 +51,8 @@ class Exchange:
         """`addresses`: where this rank may be reached, which rank 0 lets the others know."""
         self._world, self._listener, self._patience = world, listener, patience
         job = f"{world.job}-{world.attempt}"
-        self._home = (
-            runs / FOLDER / (quote(job, safe="") if len(job) <= 150 else hashlib.sha256(job.encode()).hexdigest())
-        )
+        name = quote(job, safe="")
+        self._home = runs / FOLDER / (name if len(name) <= 150 else hashlib.sha256(job.encode()).hexdigest())
         self._token = secrets.token_hex(8)
         self._expected = set(range(world.size))
         self._pause = LOOK_EVERY * max(1.0, world.size / 64)
@@ -128,8 +127,10 @@ class Exchange:
     def _arrived(self, phase: str) -> dict[int, Document]:
         """Letters of a phase by rank, from the network and from the folder."""
         found = {rank: letter for (name, rank), letter in list(self._listener.letters.items()) if name == phase}
+        folder = self._home / self._token
+        there = set(_listed(folder))
         for rank in self._expected - set(found) - {0}:
-            letter = _read(self._home / self._token / f"{phase}-{rank}.json")
+            letter = _read(folder / f"{phase}-{rank}.json", there)
             if letter is not None and "token" in letter and "document" in letter:
                 found[rank] = letter
         return found
@@ -196,10 +197,10 @@ class Exchange:
             write_json(self._home / token / f"{name}.json", document)
 
 
-def _read(path: Path) -> Document | None:
-    """A document that is complete by now."""
+def _read(path: Path, there: Collection[str] | None = None) -> Document | None:
+    """A document that is complete by now; `there` is what its folder holds, where that was looked up already."""
     # NFS remembers for up to a minute that a name was absent; listing the folder asks the server again.
-    if path.name not in _listed(path.parent):
+    if path.name not in (_listed(path.parent) if there is None else there):
         return None
     with contextlib.suppress(OSError, ValueError):
         found = json.loads(path.read_text())

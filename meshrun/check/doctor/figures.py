@@ -81,9 +81,9 @@ def lines(case: Case) -> list[str]:
 
 def _line(host: str, ranks: list[Facts], figures: dict[str, Any], size: int) -> str:
     cores, gpus, sums = figures["cores"], figures["gpus"], figures["all_reduce"]
-    of = cores["granted"] or cores["existing"]
-    short = f", of which the machine has {cores['existing']}" if of > cores["existing"] else ""
-    words = [f"{cores['bound']} of {of} cores{short}"]
+    beside = [f"{cores['granted']} granted"] if cores["granted"] is not None else []
+    beside += [f"the machine has {cores['existing']}"] if cores["existing"] != cores["bound"] else []
+    words = [f"{cores['bound']} cores" + (f" ({', '.join(beside)})" if beside else "")]
     if gpus["granted"] is not None:
         words.append(f"{'all' if gpus['listed'] is None else gpus['listed']} of {gpus['granted']} GPUs shown")
     if figures["interface"] and len(ranks) < size:

@@ -164,7 +164,7 @@ def together(world: World, runs: Path, site: str | None) -> Together:
         if here.mesh is None:
             return Together(device=here.device.type, gpus=gpus)
         small = torch.zeros(1, device=here.device)
-        large = torch.zeros((64 << 20 if here.device.type == "cuda" else 4 << 20) // 4, device=here.device)
+        large = torch.zeros((256 << 20 if here.device.type == "cuda" else 4 << 20) // 4, device=here.device)
         latency = statistics.median(_summed(small) for _ in range(15))
         took = min(_summed(large) for _ in range(4))
         sent = 2 * (world.size - 1) / world.size * large.nbytes

@@ -5,6 +5,7 @@ for finding in addresses(case): …
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections.abc import Iterator
 
@@ -17,6 +18,8 @@ from meshrun.world.network import Interface
 SKEW = 0.5
 TENTH = 0.1
 """Below this part of what the interface carries, one stream is not just slow: something is wrong with the link."""
+TWENTIETH = 0.05
+"""The same for NCCL's sums over InfiniBand, which are well below the cards' rate where ranks are many."""
 ONE_STREAM = 1.25e9
 """Bytes a second that one stream of TCP, sent by Python, reaches on any fast network."""
 THIRD = 1 / 3
@@ -120,12 +123,13 @@ def _asked(host: str, rank: Facts) -> Iterator[Finding]:
         if meant and set(meant) - set(loopback):
             continue
         what = "the loopback interface" if meant else "no interface that is up there"
+        others = ", ".join(name for name in names if name not in loopback)
         yield Finding(
             "network",
             f"{variable}={asked} names {what} of {host}; it has {', '.join(names)}",
             host,
             "ranks of other nodes cannot connect to it, and give up after the whole timeout",
-            f"unset {variable} (meshrun chooses one), or name one of {', '.join(set(names) - set(loopback)) or 'none'}",
+            f"unset {variable} (meshrun chooses one), or name one of {others or 'none'}",
             (host,),
         )
 
@@ -185,8 +189,9 @@ def _infiniband(case: Case) -> Iterator[Finding]:
         if not active or not any(case.together[each.rank].gpus for each in ranks if each.rank in case.together):
             continue
         carries = sum(port.gbit for port in active) / 8 * 1e9
-        reached = min((case.together[each.rank].bytes_per_s or carries for each in ranks), default=carries)
-        if has.nccl_without_infiniband or reached < TENTH * carries:
+        sums = [case.together[each.rank].bytes_per_s for each in ranks if each.rank in case.together]
+        reached = min((each for each in sums if each is not None), default=carries)
+        if has.nccl_without_infiniband or reached < TWENTIETH * carries:
             what = "NCCL_IB_DISABLE is set" if has.nccl_without_infiniband else (
                 f"NCCL sums at {_rate(reached)} a rank, and {len(active)} InfiniBand ports carry {_rate(carries)}"
             )  # fmt: skip
@@ -248,6 +253,6 @@ def ports(case: Case) -> Iterator[Finding]:
             f"{first.file} says that rank 0 of a launch listens at {first.at}, where nobody does{also}",
             host,
             "that launch is over; one that got the same name would look there first and wait",
-            f"rm {first.file}" if not more else f"rm {first.file.rpartition('/')[0]}/*.json",
+            f"rm {' '.join(shlex.quote(left.file) for left in case.left[:8])}",
             (host,),
         )

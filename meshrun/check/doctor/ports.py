@@ -9,12 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from meshrun.check.doctor.case import Held, Left
 from meshrun.world import World
 from meshrun.world.rendezvous import FOLDER as RENDEZVOUS
+
+MOST = 64
+"""Files that are looked at: each may take a second to try."""
 
 
 def held_ports(world: World, port: int | None) -> tuple[Held, ...]:
@@ -54,15 +57,26 @@ def _owner(port: int) -> str:
     return ""
 
 
-def left_over(runs: Path) -> Iterator[Left]:
-    """Rendezvous files whose rank 0 is gone: its machine answers, and nobody listens there."""
-    for path in sorted((runs / RENDEZVOUS).glob("*.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found = json.loads(path.read_text())
-            address, port = str(found["address"]), int(found["port"])
-            try:
-                socket.create_connection((address, port), timeout=1.0).close()
-            except ConnectionRefusedError:
-                yield Left(str(path), f"{address}:{port}")
-            except OSError:
-                continue  # that machine may just not be reachable from here
+def left_over(runs: Path) -> list[Left]:
+    """Rendezvous files whose rank 0 is gone: its machine answers, and nobody listens there; the newest are tried."""
+    found = sorted((runs / RENDEZVOUS).glob("*.json"), key=_age)[:MOST]
+    with ThreadPoolExecutor(16) as pool:
+        return sorted((left for left in pool.map(_stale, found) if left is not None), key=lambda left: left.file)
+
+
+def _age(path: Path) -> float:
+    with contextlib.suppress(OSError):
+        return -path.stat().st_mtime
+    return 0.0
+
+
+def _stale(path: Path) -> Left | None:
+    try:
+        said = json.loads(path.read_text())
+        address, port = str(said["address"]), int(said["port"])
+        socket.create_connection((address, port), timeout=1.0).close()
+    except ConnectionRefusedError:
+        return Left(str(path), f"{address}:{port}")
+    except (OSError, ValueError, KeyError, TypeError):
+        return None  # half written, or of a machine that may just not be reachable from here
+    return None

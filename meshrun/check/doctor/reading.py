@@ -50,7 +50,7 @@ def read(world: World, runs: Path, site: Site | None, port: int) -> Facts:
         host=world.host,
         source=world.source,
         port=port,
-        cores=_cores(granted),
+        cores=_cores(world, granted),
         gpus=_gpus(granted),
         network=_network(world, site, asked),
         memory=_memory(SHARED_MEMORY),
@@ -64,12 +64,15 @@ def read(world: World, runs: Path, site: Site | None, port: int) -> Facts:
     )
 
 
-def _cores(granted: grants.Granted) -> Cores:
+def _cores(world: World, granted: grants.Granted) -> Cores:
+    of_task = granted.cpus_per_task
+    # torchrun is the task, and its ranks have what the task has.
+    of_rank = max(1, of_task // world.local_size) if of_task and world.source == "torchrun" else of_task
     return Cores(
         bound=tuple(sorted(cores.granted())),
         existing=os.cpu_count() or 1,
         allowed=cpuset() or os.cpu_count() or 1,
-        granted_rank=granted.cpus_per_task,
+        granted_rank=of_rank,
         granted_node=granted.cpus_on_node,
         srun_told=granted.srun_told,
     )
@@ -213,7 +216,7 @@ def _versions() -> dict[str, str]:
     for name in ("nvidia-nccl-cu12", "nvidia-nccl-cu13"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found["NCCL"] = importlib.metadata.version(name)
-    driver = re.search(r"Kernel Module\D*([0-9.]+)", _or(Path("/proc/driver/nvidia/version").read_text, ""))
+    driver = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", _or(Path("/proc/driver/nvidia/version").read_text, ""))
     if driver:
         found["NVIDIA driver"] = driver[1]
     return found
@@ -233,7 +236,8 @@ def _slurm_version() -> str | None:
         ran = subprocess.run(["sinfo", "--version"], capture_output=True, text=True, timeout=5, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return ran.stdout.removeprefix("slurm ").strip() or None
+    found = re.search(r"\d+\.\d\S*", ran.stdout)  # after "slurm", or "slurm-wlm" on Debian
+    return found[0] if found else None
 
 
 def _ends_in(env: dict[str, str]) -> float | None:
