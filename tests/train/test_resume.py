@@ -48,7 +48,7 @@ def stopped_at(cut: int, layout: str, folder: Path, experiment: Experiment, **op
     """Train as far as `cut`, and save there."""
     trainer = trainer_on(layout, folder, experiment, Every(steps=cut), **options)
     for update in trainer.steps():
-        if trainer._to_be_evaluated():
+        if trainer._to_be_evaluated(trainer.step):
             trainer._evaluate_and_keep()
         if update.step == cut:  # the checkpoint is made when the loop goes on
             break
