@@ -19,6 +19,8 @@ Env = Mapping[str, str]
 CACHES = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TRANSFORMERS_CACHE", "TORCH_HOME")
 """Variables that say where a hub's files are kept."""
 
+PORT_OF_RANK_0 = "MASTER_PORT"
+
 _YES = {"1", "ON", "YES", "TRUE"}
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from meshrun.check.doctor.case import Held, Left
 from meshrun.world import World
+from meshrun.world.grants import PORT_OF_RANK_0
 from meshrun.world.rendezvous import FOLDER as RENDEZVOUS
 
 MOST = 64
@@ -24,7 +25,7 @@ def held_ports(world: World, port: int | None) -> tuple[Held, ...]:
     """Ports that rank 0 would have to listen on, and cannot."""
     asked = [(port, "--port")] if port is not None else []
     if world.port is not None and not world.agent_store:
-        asked.append((world.port, "MASTER_PORT"))
+        asked.append((world.port, PORT_OF_RANK_0))
     return tuple(Held(number, name, _owner(number)) for number, name in asked if not _is_free(number))
 
 
