@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -185,6 +186,11 @@ class Cluster(Room):
         if pid:
             self.run(node, ["kill", f"-{number}", pid])
             until(lambda: self._daemon(node, pid_file) != pid, BOOT_S, f"the daemon of {node} did not end")
+
+    def job(self, number: int | str) -> dict[str, str]:
+        """What Slurm says of a job, by its words for it; nothing while it does not answer, or once it has forgotten."""
+        told = self.run(CONTROL, ["scontrol", "show", "job", "--oneliner", number]).stdout
+        return dict(re.findall(r"(\w+)=(\S*)", told))
 
     def _slurm_states(self) -> dict[str, str]:
         return dict(line.split() for line in self.run(CONTROL, STATES).stdout.splitlines())

@@ -19,13 +19,14 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Literal
 
-from meshrun.check.scene import Scene
+from meshrun.check.scene import Life, Scene
 from meshrun.errors import UserError
 
-Need = Literal["readers", "evaluation"]
+Need = Literal["readers", "evaluation", "cluster"]
 NEEDS: dict[Need, str] = {
     "readers": "processes that read for ranks; give at least one (--workers)",
     "evaluation": "a target that is evaluated; this one has no evaluation sets (--kinds)",
+    "cluster": "several nodes under Slurm, which can be virtual ones on this machine (--cluster)",
 }
 """What a run may lack, in the words that refuse a fault for it."""
 
@@ -55,6 +56,8 @@ class Struck:
     """Whether ranks were lost, so that only a new life of all of them is going on."""
     launcher: bool = False
     """Whether the launcher was lost too, so that the run must be resumed."""
+    before: Life | None = None
+    """How far the run was just after it, where steps may have ended on the way to it that tell nothing."""
     how: str = "real"
     """"real", or "armed" where a rank was told to do to itself what the machine does not allow from outside."""
 
@@ -77,6 +80,8 @@ class Kind:
     """Whether it breaks a disk of its own under the checkpoints."""
     needs: Need | None = None
     """What a run must have for it."""
+    last: bool = False
+    """Whether nothing else can strike into a run after it."""
 
 
 KINDS: dict[str, Kind] = {}
@@ -89,12 +94,13 @@ def kind(
     at_the_end: bool = False,
     needs_disk: bool = False,
     needs: Need | None = None,
+    last: bool = False,
 ) -> Callable[[Callable[[Scene, Fault], Iterator[Struck]]], Strike]:
     """Add a kind of fault."""
 
     def add(strike: Callable[[Scene, Fault], Iterator[Struck]]) -> Strike:
         made = contextmanager(strike)
-        KINDS[name] = Kind(name, does, made, weight, at_the_end, needs_disk, needs)
+        KINDS[name] = Kind(name, does, made, weight, at_the_end, needs_disk, needs, last)
         return made
 
     return add

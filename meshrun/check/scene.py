@@ -63,6 +63,8 @@ class Life:
 class Scene:
     """One run, its launcher, and what is broken around it."""
 
+    patience = PATIENCE
+
     def __init__(self, folder: Path, control: Control, document: dict[str, Any], ranks: int) -> None:
         """`document` holds the options of the run, as a file for --config does."""
         self.folder, self.control, self.ranks = folder, control, ranks
@@ -146,8 +148,9 @@ class Scene:
         assert self.launcher is not None
         return Life(self.launcher.pid, found[0].generation, min(each.last for each in found))
 
-    def until(self, condition: Callable[[], T | None], seconds: float = PATIENCE, every: float = CALM) -> T:
+    def until(self, condition: Callable[[], T | None], seconds: float | None = None, every: float = CALM) -> T:
         """Wait for what a condition finds; Missed when the run has ended or the time is over."""
+        seconds = self.patience if seconds is None else seconds
         give_up = time.monotonic() + seconds
         while True:
             found = condition()
@@ -161,7 +164,7 @@ class Scene:
 
     def goes_on(self, before: Life, in_a_new_life: bool) -> float | None:
         """Wait until steps are finished again; returns when that was, or None if the run has reached its end."""
-        give_up = time.monotonic() + PATIENCE
+        give_up = time.monotonic() + self.patience
         while time.monotonic() < give_up:
             if self.status is not None:
                 if self.status == 0:
@@ -173,7 +176,7 @@ class Scene:
                 if other or (not in_a_new_life and now.last > before.last):
                     return time.monotonic()
             time.sleep(CALM)
-        raise NotSurvived(f"no step was finished within {PATIENCE:.0f} s: {self.where()}")
+        raise NotSurvived(f"no step was finished within {self.patience:.0f} s: {self.where()}")
 
     def completes(self) -> None:
         """Wait for the end of the run."""
@@ -219,6 +222,19 @@ class Scene:
         if self.launcher.returncode == 0:
             raise Missed("the run had ended already")
         return when
+
+    def left_behind(self, seconds: float) -> str:
+        """What is still there of a run that is over, after so many seconds in which the last of it may go."""
+        give_up = time.monotonic() + seconds
+        while (left := processes_about(str(self.folder))) and time.monotonic() < give_up:
+            time.sleep(0.02)
+        if left:
+            return f"processes {', '.join(map(str, left))} were left"
+        if self.run.memories.exists():
+            return f"{self.run.memories} was left"
+        if str(self.folder) in Path("/proc/mounts").read_text():
+            return f"a file system was left on {self.run.checkpoints}"
+        return ""
 
     def events(self, rank: int) -> list[Event]:
         return read_events(self.run.events_of(rank))

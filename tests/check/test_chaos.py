@@ -14,11 +14,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from meshrun.check.chaos import Outcome, Record, differences, tensors_of
+from meshrun.check.chaos import Outcome, Record
 from meshrun.check.disk import can_mount
 from meshrun.check.faults import Fault
+from meshrun.check.reached import alike, differences, tensors_of, used_ids
 from meshrun.cli.chaos import armed_text
 from meshrun.cli.target import find
+from meshrun.config import RunDirectory
+from meshrun.observe.events import EventFile
 
 PROGRAMS = Path(__file__).parent / "programs"
 OF_ALL_SORTS = (
@@ -68,6 +71,10 @@ def test_a_run_that_comes_to_other_weights_after_a_fault_is_a_failure_and_is_kep
     [
         (("--faults", 0), "faults is 0; it must be at least 1 (--faults)"),
         (("--procs", 1), "procs is 1; chaos needs ranks that a launcher starts, at least 2 (--procs)"),
+        (
+            ("--kinds", "node-off"),
+            "node-off needs several nodes under Slurm, which can be virtual ones on this machine (--cluster)",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_runs(words: tuple[object, ...], error: str):
@@ -88,6 +95,29 @@ def test_samples_that_were_lost_or_used_twice_are_counted():
     assert differences({1: Counter([5, 6, 6]), 2: Counter([8, 9])}, wanted) == (1, 1)
     assert differences({1: Counter([5, 6, 7])}, wanted) == (2, 0)
     assert differences({**wanted, 3: Counter([1])}, wanted) == (0, 1)
+
+
+def test_a_step_counts_as_the_ranks_computed_it_that_the_run_had_last(tmp_path: Path):
+    """The world shrinks from two ranks to one after step 1: what the second one said of step 2 is void."""
+    run = RunDirectory(tmp_path)
+    run.events.mkdir()
+    first, second = (EventFile(run.events_of(rank)) for rank in (0, 1))
+    for file, ids in ((first, ([5], [7])), (second, ([6], [8]))):
+        file.write("start", world=2)
+        file.write("ids", step=1, ids=ids[0])
+        file.write("ids", step=2, ids=ids[1])
+    first.write("start", world=1)
+    first.write("ids", step=2, ids=[7, 8])
+    assert used_ids(run) == {1: Counter([5, 6]), 2: Counter([7, 8])}
+
+
+def test_documents_are_alike_within_a_tolerance_but_for_counts_and_words():
+    wanted = {"losses": [1.0, 2.0], "count": 3, "sha": "a"}
+    assert alike({"losses": [1.0, 2.0], "count": 3, "sha": "a"}, wanted, 0.0)
+    assert not alike({"losses": [1.0, 2.0000001], "count": 3, "sha": "a"}, wanted, 0.0)
+    assert alike({"losses": [1.0, 2.0000001], "count": 3, "sha": "a"}, wanted, 1e-6)
+    for other in ({"losses": [1.0]}, {"losses": [1.0, 2.1]}, {"count": 4}, {"sha": "b"}, {"more": 1}):
+        assert not alike({**wanted, **other}, wanted, 1e-2)
 
 
 @pytest.mark.parametrize("other", [torch.tensor([1.0, 2.0000002]), torch.tensor([1.0, 2.0]).double()])

@@ -7,7 +7,6 @@ meshrun(cluster, "ctl", "submit", TINY, "--nodes", 2, cwd=tmp_path).document
 
 from __future__ import annotations
 
-import re
 import sys
 import time
 from collections.abc import Mapping
@@ -94,6 +93,4 @@ def meshrun(
 
 
 def _shown(cluster: Cluster, job: Job | int) -> dict[str, str]:
-    number = job.id if isinstance(job, Job) else job
-    told = cluster.run("ctl", ["scontrol", "show", "job", "--oneliner", number]).stdout
-    return dict(re.findall(r"(\w+)=(\S*)", told))
+    return cluster.job(job.id if isinstance(job, Job) else job)
