@@ -163,7 +163,7 @@ def ended(run: Path, record: Record, job: Job | None) -> End:
         return End(run, id, "stopped", record.ended, stopped.get("result"))
     if record.cancelled:
         return End(run, id, "cancelled", f"job {id} was cancelled", None)
-    state = "failed" if record.ended else job.state if job is not None else "unknown"
+    state = "failed" if record.ended else job.state if job is not None else "GONE"
     sentence = _words(run, id, record) or record.ended or f"job {id} ended as {state} (meshrun jobs)"
     if not log_of(record, run, id).exists() and not record.ended:
         sentence = (

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,15 @@ class Row:
 
 def found_run(slurm: Slurm, which: str, runs: Path) -> Path:
     """The run or sweep that a word means."""
+    run = _named(slurm, which, runs)
+    if any(Record.load(folder).ended for folder in all_of(run)):
+        jobs = slurm.jobs()
+        for folder in all_of(run):
+            adopted(folder, Record.load(folder), jobs)
+    return run
+
+
+def _named(slurm: Slurm, which: str, runs: Path) -> Path:
     for folder in (Path(which), runs / which):
         if (folder / NAME).is_file():
             return folder.absolute()
@@ -67,11 +77,29 @@ def found_run(slurm: Slurm, which: str, runs: Path) -> Path:
     )
 
 
+def all_of(run: Path) -> list[Path]:
+    """The run itself; of a sweep, its runs as well."""
+    record = Record.load(run)
+    return [run, *(element.run for element in record.submission.sweep if record.index is None)]
+
+
+def adopted(run: Path, record: Record, jobs: Sequence[Job]) -> Record:
+    """The record of a run whose script somebody has submitted by hand after its chain was over: it goes on."""
+    if not record.ended:
+        return record
+    alive = [job.shown for job in jobs if not job.over and _run_of(job) == run]
+    strangers = [id for id in alive if id not in record.jobs]
+    if not strangers:
+        return record
+    renewed = replace(record, jobs=(*record.jobs, *strangers), ended="", cancelled=False)
+    renewed.save(run)
+    return renewed
+
+
 def called_off(slurm: Slurm, run: Path) -> list[str]:
     """Let no further link of a run, or of a sweep's runs, follow; returns the jobs of theirs that are not over."""
-    record = Record.load(run)
     alive = []
-    for folder in (run, *(element.run for element in record.submission.sweep if record.index is None)):
+    for folder in all_of(run):
         if _alive(slurm, Record.load(folder)):
             replace(Record.load(folder), cancelled=True).save(folder)
             # Asked again: a last link may have followed just before.
@@ -85,12 +113,13 @@ def _alive(slurm: Slurm, record: Record) -> list[str]:
 
 def rows(slurm: Slurm, runs: Path) -> list[Row]:
     """All submitted runs that Slurm or the folder of runs knows, the newest last."""
-    known = [(run, job) for job in slurm.jobs() if (run := _run_of(job)) is not None]
+    listed = slurm.jobs()
+    known = [(run, job) for job in listed if (run := _run_of(job)) is not None]
     here = [path.parent.absolute() for path in runs.glob(f"*/{NAME}")]
     found = []
     for run in dict.fromkeys((*here, *(run for run, _ in known))):
         try:
-            record = Record.load(run)
+            record = adopted(run, Record.load(run), listed)
         except UserError:
             continue  # of a newer version, or being removed
         if record.submission.sweep and record.index is None:

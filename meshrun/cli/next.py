@@ -6,8 +6,10 @@ with exit status N. It prints what it does and why into the job's log, and its e
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,51 +17,64 @@ from meshrun.config import RunDirectory
 from meshrun.errors import RunFailed, UserError
 from meshrun.launch.chain import Decision, Record, decide, seen_of
 from meshrun.launch.slurm import Job, Slurm
-from meshrun.world.slurm import job_id
+from meshrun.world.slurm import element_id
+
+RETRIES = (0.0, 2.0, 5.0)
+"""Seconds to wait before each try to start the next link."""
 
 
 def next_command(run: Path, status: int, as_json: bool) -> int:
     """Say how a submitted run goes on after its job, and see to it."""
-    record, id = Record.load(run), job_id(os.environ)
+    record, id = Record.load(run), element_id(os.environ)
     if id is None:
         raise UserError("next decides at the end of a job, and this is none; sbatch the script of the run instead")
     slurm = Slurm.here()
-    job = _looked_up(slurm, id)
+    job, preempted = _looked_up(slurm, id)
     ending = job is not None and job.state in ("COMPLETING", "CANCELLED") and job.reason != "TimeLimit"
-    preempted = slurm.is_preempted(id)
     seen = seen_of(RunDirectory(run), status, ending, preempted)
     decision = decide(record, seen)
     # What Slurm takes away and gives back by itself is no link of ours.
     after = record if preempted else record.over(id, decision, seen)
     after.save(run)
     if decision.what == "next":
-        decision = _go_on(slurm, run, after, decision, job.shown if job is not None else id, id)
+        decision = _go_on(slurm, run, after, decision, id)
     print(json.dumps({"run": str(run), **vars(decision)}) if as_json else f"meshrun: {decision.sentence}", flush=True)
     return decision.status
 
 
-def _looked_up(slurm: Slurm, id: str) -> Job | None:
+def _looked_up(slurm: Slurm, id: str) -> tuple[Job | None, bool]:
+    """The job, and whether it is preempted; a controller that does not answer decides nothing."""
     try:
-        return slurm.job(id)
+        return slurm.job(id), slurm.is_preempted(id)
     except RunFailed:
-        return None  # a controller that does not answer must not decide how a training goes on
+        return None, False
 
 
-def _go_on(slurm: Slurm, run: Path, record: Record, decision: Decision, shown: str, id: str) -> Decision:
-    """Start the next link, in the way of the site, or in the other one if Slurm does not let us."""
-    try:
-        if record.submission.rules.chain == "requeue":
-            try:
-                slurm.requeue(id)
-                return replace(decision, sentence=f"{decision.sentence}: job {shown} is back in the queue")
-            except RunFailed:
-                pass
-        element = () if record.index is None else (f"--array={record.index}",)
-        new = slurm.submit(record.submission.script_path, f"--dependency=afterany:{shown}", *element)
-    except (UserError, RunFailed) as error:
-        failed = Decision("failed", f"the next link could not be started: {error}", 1)
-        replace(record, ended=failed.sentence).save(run)
-        return failed
-    new = new if record.index is None else f"{new}_{record.index}"
-    replace(record, jobs=(*record.jobs, new)).save(run)
-    return replace(decision, sentence=f"{decision.sentence}: job {new}")
+def _go_on(slurm: Slurm, run: Path, record: Record, decision: Decision, id: str) -> Decision:
+    """Start the next link; a controller that is being restarted gets some seconds for it."""
+    failed = ""
+    for pause in RETRIES:
+        time.sleep(pause)
+        try:
+            new = _next_job(slurm, record, id)
+        except (UserError, RunFailed) as error:
+            failed = str(error)
+            continue
+        if new is None:
+            return replace(decision, sentence=f"{decision.sentence}: job {id} is back in the queue")
+        replace(record, jobs=(*record.jobs, new)).save(run)
+        return replace(decision, sentence=f"{decision.sentence}: job {new}")
+    over = Decision("failed", f"the next link could not be started: {failed}", 1)
+    replace(record, ended=over.sentence).save(run)
+    return over
+
+
+def _next_job(slurm: Slurm, record: Record, id: str) -> str | None:
+    """Requeue, or submit where the site wants that or does not let us requeue: the new job, None if it is the same."""
+    if record.submission.rules.chain == "requeue":
+        with contextlib.suppress(RunFailed):
+            slurm.requeue(id)
+            return None
+    element = () if record.index is None else (f"--array={record.index}",)
+    new = slurm.submit(record.submission.script_path, f"--dependency=afterany:{id}", *element)
+    return new if record.index is None else f"{new}_{record.index}"

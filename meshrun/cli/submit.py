@@ -11,6 +11,7 @@ the script without importing torch or the target.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import sys
@@ -34,13 +35,10 @@ def submit_command(words: list[str]) -> int:
     if "--dry-run" in words or "--help" in words:
         plan = planned(words, static="--help" not in words)
         return _shown(plan) if plan is not None else 0
-    slurm, here = Slurm.here(), _probed()
-    # First what can be refused at once: importing the target takes seconds.
-    planned(words, here=here)
-    plan = planned(words, static=False, here=here)
-    if plan is None:
-        return 0
-    _check(plan)
+    slurm = Slurm.here()
+    # What the target prints while it is imported is no part of the one document on standard output.
+    with contextlib.redirect_stdout(sys.stderr) if "--json" in words else contextlib.nullcontext():
+        plan = _checked(words)
     _warn(plan)
     submission, job = _submitted(plan, slurm)
     as_json, given = plan.asked.as_json, plan.asked.beyond
@@ -72,10 +70,15 @@ def _shown(plan: Plan) -> int:
     return 0
 
 
-def _check(plan: Plan) -> None:
-    """Refuse what the model cannot do on these ranks, before anything waits in a queue for it."""
+def _checked(words: list[str]) -> Plan:
+    """What the words ask for; what cannot work is refused before anything waits in a queue for it."""
     from meshrun.train.interval import parse as parse_interval
 
+    here = _probed()
+    # First what can be refused at once: importing the target takes seconds.
+    planned(words, here=here)
+    plan = planned(words, static=False, here=here)
+    assert plan is not None
     asked, resources = plan.asked, plan.submission.resources
     for choice in plan.choices:
         config = choice.config
@@ -87,6 +90,7 @@ def _check(plan: Plan) -> None:
             from meshrun.train.loop import refuse
 
             refuse(override(make(asked.target, config.options, config.data), config)[0], layout, how_of(config))
+    return plan
 
 
 def _warn(plan: Plan) -> None:

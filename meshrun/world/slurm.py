@@ -25,6 +25,12 @@ def job_id(env: Env) -> str | None:
     return env.get("SLURM_JOB_ID") or env.get("SLURM_JOBID") or None
 
 
+def element_id(env: Env) -> str | None:
+    """The job as Slurm's commands must be asked for it: in an array 17_2, since 17 alone may mean all its elements."""
+    array, index = env.get("SLURM_ARRAY_JOB_ID"), env.get("SLURM_ARRAY_TASK_ID")
+    return f"{array}_{index}" if array and index else job_id(env)
+
+
 def in_job(env: Env) -> bool:
     return job_id(env) is not None
 

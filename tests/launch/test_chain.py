@@ -111,6 +111,7 @@ def run(tmp_path: Path) -> RunDirectory:
 def after(run: RunDirectory, slurm: Fake, monkeypatch: pytest.MonkeyPatch, status: int = 0) -> int:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setattr(Slurm, "here", lambda: Slurm(slurm))
+    monkeypatch.setattr("meshrun.cli.next.RETRIES", (0.0, 0.0))
     return next_command(run.path, status, as_json=False)
 
 
@@ -150,10 +151,16 @@ def test_an_element_of_a_sweep_goes_on_alone(run: RunDirectory, monkeypatch: pyt
     record = chain(3)
     submission = replace(record.submission, rules=Rules(chain="submit"))
     replace(record, submission=submission, index=2, jobs=("7_2",)).save(run.path)
+    # The last element's own number is that of the whole array.
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
     slurm = Fake()
     assert after(run, slurm, monkeypatch) == 0
-    assert slurm.asked("sbatch")[0][2:4] == ["--dependency=afterany:7", "--array=2"]
+    assert slurm.asked("sbatch")[0][2:4] == ["--dependency=afterany:7_2", "--array=2"]
     assert Record.load(run.path).jobs == ("7_2", "8_2")
+    replace(record, index=2, jobs=("7_2",)).save(run.path)
+    assert after(run, slurm, monkeypatch) == 0
+    assert slurm.asked("scontrol") == [["scontrol", "requeue", "7_2"]]
 
 
 @pytest.mark.parametrize(
