@@ -21,10 +21,12 @@ from meshrun.cli.command import Asked
 from meshrun.cli.nursery import nursery_for
 from meshrun.config import RunDirectory, write_json
 from meshrun.errors import SharedError, UserError
-from meshrun.launch.agents import tell_unseen
+from meshrun.launch.agents import refuse_blindness
 from meshrun.launch.ranks import Nursery
-from meshrun.launch.secret import SEEN_WITHIN
 from meshrun.world import detect
+
+BEGUN = 20.0
+"""Seconds in which the first node has begun with a run that is there."""
 
 
 def nursery_of_run(words: list[str]) -> contextlib.AbstractContextManager[Nursery | None]:
@@ -44,13 +46,14 @@ def refuse_unseen(words: list[str]) -> None:
     world = detect(os.environ)
     if not world.node or world.local_size > 1 or not words or words[0].startswith("-"):
         return
-    path, give_up = Path(words[0]) / "config.json", time.monotonic() + SEEN_WITHIN
-    while not path.is_file() and time.monotonic() < give_up:
-        time.sleep(0.1)
-    if not path.is_file() and tell_unseen(world):
-        sentence = f"{world.host} cannot see {words[0]}; runs must be on a disk that all nodes share (--runs)"
-        print(f"meshrun: {sentence}", file=sys.stderr)  # beside the first node, which has standard output
-        raise UserError("")
+    path, give_up = Path(words[0]) / "config.json", time.monotonic() + BEGUN
+    try:
+        while not path.is_file() and time.monotonic() < give_up:
+            time.sleep(0.2)
+            refuse_blindness(world)
+    except UserError as error:
+        print(f"meshrun: {error}", file=sys.stderr)  # beside the first node, whose standard output is
+        raise UserError("") from error
 
 
 def resume_command(asked: Asked, nursery: Nursery | None = None) -> dict[str, Any] | None:

@@ -20,8 +20,8 @@ from pathlib import Path
 
 from meshrun.config import RunConfig
 from meshrun.errors import RunFailed, SharedError, UserError
-from meshrun.launch.nodes import LINE, SILENCE, Hub, nodes_of
-from meshrun.launch.post import CONNECTED, Post
+from meshrun.launch.nodes import LINE, Hub, nodes_of
+from meshrun.launch.post import CONNECTED, Post, secret_of
 from meshrun.launch.wire import Wire
 from meshrun.world import World
 from meshrun.world.rendezvous import FOLDER, lookup, publish, withdraw
@@ -29,8 +29,6 @@ from meshrun.world.slurm import gpus_on_node
 
 UNSEEN = 3.0
 """Seconds after which a node that has read no address tries the port that it can guess."""
-BEGUN = 20.0
-"""Seconds in which the first node has begun with a run that is there."""
 PORTS = range(20_000, 32_000)
 """Those to guess from: below the ones that systems give away by themselves."""
 
@@ -71,15 +69,15 @@ def find_hub(world: World, runs: Path, ranks: int, patience: float) -> Post:
     began = time.monotonic()
     while (now := time.monotonic()) < began + patience:
         where = lookup(runs, world.job, world.attempt)
-        if where is not None and where[1] == 0:
+        if where is None:
+            if now > began + UNSEEN:
+                refuse_blindness(world)
+        elif where[1] == 0:
             raise RunFailed("")
-        until = began + patience
-        if where is None and world.hosts and now > began + UNSEEN:
-            where, until = (world.hosts[0], likely_port(world.job)), now + SILENCE
-        if where is not None:
+        else:
             with contextlib.suppress(OSError, RunFailed):
                 wire = Wire(socket.create_connection(where, timeout=CONNECTED), LINE)
-                return Post.welcomed(wire, f"{where[0]}:{where[1]}", ranks, until)
+                return Post.welcomed(wire, f"{where[0]}:{where[1]}", ranks, began + patience)
         time.sleep(0.05)
     raise RunFailed(
         f"{world.host} waited {patience:.0f} s for the run's first node to write its address into "
@@ -87,18 +85,19 @@ def find_hub(world: World, runs: Path, ranks: int, patience: float) -> Post:
     )
 
 
-def tell_unseen(world: World) -> bool:
-    """Tell the first node, if it has begun with the run, that this one does not see it; else it would wait in vain."""
-    until = time.monotonic() + BEGUN
-    while world.hosts and time.monotonic() < until:
-        with contextlib.suppress(OSError):
-            connection = socket.create_connection((world.hosts[0], likely_port(world.job)), timeout=CONNECTED)
-            with contextlib.closing(Wire(connection, LINE)) as wire:
-                if any("nonce" in said for said in wire.receive()):
-                    wire.send({"blind": socket.gethostname()})
-                    return True
-        time.sleep(0.2)
-    return False
+def refuse_blindness(world: World) -> None:
+    """Ask the first node at the port that can be guessed, if it is there, whether this one sees its run's directory.
+
+    One that does not is refused here, and the first node learns that it would wait in vain.
+    """
+    if not world.hosts:
+        return
+    with contextlib.suppress(OSError):
+        connection = socket.create_connection((world.hosts[0], likely_port(world.job)), timeout=CONNECTED)
+        with contextlib.closing(Wire(connection, LINE)) as wire:
+            for said in wire.receive():
+                if isinstance(said.get("run"), str):
+                    secret_of(Path(said["run"]), wire)
 
 
 def likely_port(job: str) -> int:

@@ -67,7 +67,7 @@ class Post:
                 match said:
                     case {"run": str(path), "nonce": str(nonce)}:
                         run = Path(path)
-                        proof = secret.proof(_secret_of(run, wire), nonce)
+                        proof = secret.proof(secret_of(run, wire), nonce)
                         hello = {"hello": socket.gethostname(), "ranks": ranks, "proof": proof}
                         wire.send({**hello, "before": before} if before else hello)
                     case {"welcome": str(id)} if run is not None:
@@ -239,7 +239,8 @@ def _found_again(post: Post, patience: float, stopped: Stopped, ends: Ends) -> P
     return None
 
 
-def _secret_of(run: Path, wire: Wire) -> bytes:
+def secret_of(run: Path, wire: Wire) -> bytes:
+    """What proves that this node sees a run's directory; the first node is told if it does not."""
     try:
         return secret.read(run)
     except UserError:

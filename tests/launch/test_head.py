@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshrun.launch.head import LAST_CALL, Head, Member, Wanted
+from meshrun.launch.head import BLIND, LAST_CALL, LATE, Head, Member, Wanted
 from meshrun.launch.job import Seat, Verdict
 from meshrun.launch.ranks import Ended, Gone, Stop
 
@@ -268,3 +268,80 @@ def test_a_hang_that_comes_again_and_again_is_what_the_user_reads():
     run.ended("a", 1, -9, own=False)
     run.gone("a")
     assert run.head.outcome is not None and run.head.outcome.sentence == "rank 1 hangs"
+
+
+def expecting(**more: Any) -> Run:
+    wanted = Wanted(1, 2, patience=60, expected=2, hosts=("host-a", "host-b"), folder="runs/x-1", **more)
+    return Run(nodes=1, wanted=wanted)
+
+
+def test_nodes_that_were_started_together_begin_together_and_the_late_one_is_named():
+    run = expecting()
+    run.tick(LATE + 1)
+    assert not run.seats
+    assert run.told == [("note", {"text": "waiting for 1 more node (host-b) (--timeout)"})]
+    run.join("b")
+    run.tick()
+    assert {seat.size for seat in run.seats.values()} == {4}
+
+
+def test_after_the_patience_those_begin_that_came():
+    run = expecting()
+    run.tick(61)
+    assert run.seats["a"].size == 2
+
+
+def test_a_node_that_cannot_see_the_run_ends_it_before_it_begins():
+    run = expecting()
+    run.head.blind("host-b", run.now)
+    run.tick(BLIND + 0.1)
+    assert run.head.outcome is not None and run.head.outcome.by_user
+    assert run.head.outcome.sentence == (
+        "host-b cannot see runs/x-1; runs must be on a disk that all nodes share (--runs)"
+    )
+
+
+@pytest.mark.parametrize("host", ["stranger", "host-a"])
+def test_whoever_only_claims_to_be_a_node_that_cannot_see_it_is_not_believed(host: str):
+    run = expecting()
+    run.head.blind(host, run.now)
+    run.tick(BLIND + 1)
+    assert run.head.outcome is None
+
+
+def test_a_node_that_came_after_all_is_forgiven():
+    run = expecting()
+    run.head.blind("host-b", run.now)
+    run.join("b")
+    run.tick(BLIND + 1)
+    assert run.head.outcome is None and set(run.seats) == {"a", "b"}
+
+
+def test_the_run_grows_again_when_a_lost_node_comes_back():
+    run = expecting()
+    run.join("b")
+    run.tick()
+    run.head.leave("b", run.now)
+    run.tick()
+    run.gone("a")
+    assert run.seats["a"].size == 2
+    run.head.join(Member("c", "host-b", 2), run.now)
+    run.tick(LAST_CALL + 1)
+    assert run.stops[-1] == ("a", Stop(patient=True))
+
+
+def test_a_layout_that_fits_all_nodes_only_waits_for_the_lost_one():
+    run = expecting(fits=even, layout="the layout dp=4")
+    run.join("b")
+    run.tick()
+    run.head.leave("b", run.now)
+    run.tick()
+    run.gone("a")
+    run.tick(LAST_CALL + 1)
+    assert run.told[-1] == (
+        "note",
+        {"text": "the 1 node that is left cannot hold the layout dp=4: waiting for others"},
+    )
+    run.head.join(Member("c", "host-b", 2), run.now)
+    run.tick()
+    assert run.seats["c"].size == 4

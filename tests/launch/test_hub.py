@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from meshrun.errors import RunFailed, UserError
-from meshrun.launch import nodes, secret
+from meshrun.launch import nodes, secret, wire
 from meshrun.launch.head import Outcome
 from meshrun.launch.job import Verdict
 from meshrun.launch.nodes import Hub, Joined, Left, Said
 from meshrun.launch.post import Post
 from meshrun.launch.ranks import Ended
+from tests.launch.command import wait_until
 
 
 class Open:
@@ -34,7 +35,7 @@ class Open:
         self.news()
         return self.knocked[-1]
 
-    def news(self, seconds: float = 0.05) -> list[Joined | Left | Said]:
+    def news(self, seconds: float = 0.05) -> list[nodes.Joined | nodes.Left | nodes.Said | nodes.Asked | nodes.Blind]:
         """All news of some real time, in which the hub's own clock stands still."""
         found, end = [], time.monotonic() + seconds
         while time.monotonic() < end:
@@ -42,11 +43,15 @@ class Open:
             time.sleep(0.005)
         return found
 
-    def say(self, who: socket.socket, *documents: Any) -> list[Joined | Left | Said]:
+    def say(
+        self, who: socket.socket, *documents: Any
+    ) -> list[nodes.Joined | nodes.Left | nodes.Said | nodes.Asked | nodes.Blind]:
         who.sendall(b"".join(json.dumps(each).encode() + b"\n" for each in documents))
         return self.news()
 
-    def hello(self, who: socket.socket, **changes: Any) -> list[Joined | Left | Said]:
+    def hello(
+        self, who: socket.socket, **changes: Any
+    ) -> list[nodes.Joined | nodes.Left | nodes.Said | nodes.Asked | nodes.Blind]:
         nonce = json.loads(who.recv(4096).splitlines()[0])["nonce"]
         proof = secret.proof(secret.read(self.run), nonce)
         return self.say(who, {"hello": "node7", "ranks": 2, "proof": proof, **changes})
@@ -226,3 +231,37 @@ def test_a_node_with_another_secret_is_told_that_it_was_not_taken(answering: Ope
     where = f"127.0.0.1:{answering.hub.port}"
     with pytest.raises(RunFailed, match=f"the run at {where} did not take this node"):
         Post.reach(where, 2, 5)
+
+
+def test_a_node_that_comes_back_takes_the_place_of_what_it_was(answering: Open):
+    where = f"127.0.0.1:{answering.hub.port}"
+    before = Post.reach(where, 2, 5)
+    again = before.again()
+    assert again.id != before.id and again.run == before.run
+    wait_until(lambda: list(answering.hub._peers) == [again.id], 5)
+    before.close()
+    again.close()
+
+
+def test_signs_of_life_are_given_though_the_launcher_is_busy_with_something_else(
+    door: Open, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(wire, "BEAT", 0.05)
+    who = door.node()
+    with wire.Beat(door.hub.beat):
+        time.sleep(0.5)  # a disk that is away, say
+    who.settimeout(1)
+    assert who.recv(1 << 16).count(b'{"alive": true}') >= 3
+
+
+def test_a_node_asks_for_the_end_of_the_whole_run(door: Open):
+    who = door.node()
+    assert door.say(who, {"fact": "Asked", "signal": 12}) == [nodes.Asked(12)]
+    assert [type(each) for each in door.say(who, {"fact": "Asked", "signal": 0})] == [Left]
+
+
+def test_a_node_that_cannot_see_the_run_may_say_so_without_the_secret(door: Open):
+    who = door.knock()
+    assert door.say(who, {"blind": "node7"}) == [nodes.Blind("node7")] and is_shown_out(who)
+    other = door.knock()
+    assert door.say(other, {"blind": "\u0007"}) == [] and is_shown_out(other)

@@ -1,0 +1,190 @@
+"""One task a node: it becomes its node's launcher, the first one leads, and all of them end together.
+
+What Slurm or MPI would have set is set by hand, so that two nodes are two processes here; tests/cluster has real ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrun.cli.launcher import wanted_of
+from meshrun.config import RunConfig
+from meshrun.errors import RunFailed, UserError
+from meshrun.launch import agents, secret
+from meshrun.launch.agents import likely_port, ranks_to_start
+from meshrun.launch.head import Outcome
+from meshrun.launch.nodes import Blind, Hub
+from meshrun.world import World, detect
+from meshrun.world.rendezvous import publish
+from tests.launch.command import TINY, events, meshrun, wait_until
+from tests.launch.test_local import free_port
+
+
+def of_task(node: int, job: str = "77", hosts: str = "localhost,elsewhere") -> dict[str, str]:
+    """What srun sets for the only task of one of two nodes."""
+    return {
+        "SLURM_JOB_ID": job,
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(node),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_NODEID": str(node),
+        "SLURM_LOCALID": "0",
+        "SLURM_STEP_NODELIST": hosts,
+    }
+
+
+class Tasks:
+    """Tasks of one job, each as on a node of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.job = folder, str(os.getpid() * 1000 + time.monotonic_ns() % 1000)
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, node: int, *words: object, folder: Path | None = None) -> subprocess.Popen[str]:
+        task = subprocess.Popen(
+            [sys.executable, "-m", "meshrun", *map(str, words)],
+            cwd=folder or self.folder,
+            env={**os.environ, **of_task(node, self.job)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.started.append(task)
+        return task
+
+    def clean_up(self) -> None:
+        for task in self.started:
+            task.kill()
+            task.communicate()
+
+
+@pytest.fixture
+def tasks(tmp_path: Path) -> Iterator[Tasks]:
+    made = Tasks(tmp_path)
+    yield made
+    made.clean_up()
+
+
+def said_by(task: subprocess.Popen[str]) -> list[str]:
+    """What meshrun itself said on standard error."""
+    err = task.communicate(timeout=60)[1]
+    return [line.removeprefix("meshrun: ") for line in err.splitlines() if line.startswith("meshrun: ")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "env", "expected"),
+    [
+        ({}, {"procs": 4}, {}, 4),
+        ({}, {}, {"SLURM_GPUS_ON_NODE": "4"}, 4),
+        ({}, {"procs": 2}, {"SLURM_GPUS_ON_NODE": "4"}, 2),
+        ({}, {"device": "cpu"}, {"SLURM_GPUS_ON_NODE": "4"}, None),
+        ({}, {}, {"SLURM_GPUS_ON_NODE": "1"}, None),
+        ({}, {"procs": 1}, {}, None),
+        ({}, {"procs": 1, "nodes": "1:2"}, {}, 1),
+        ({"local_size": 2}, {"procs": 2}, {"SLURM_GPUS_ON_NODE": "4"}, None),
+        ({"source": "torchrun"}, {"procs": 2}, {}, None),
+        ({"source": "openmpi"}, {"procs": 2}, {}, 2),
+        ({"size": 1, "nodes": 1}, {}, {"SLURM_GPUS_ON_NODE": "2"}, 2),
+    ],
+)
+def test_a_task_alone_on_its_node_with_several_ranks_to_run_is_their_launcher(
+    changes: dict[str, Any], options: dict[str, Any], env: dict[str, str], expected: int | None
+):
+    place = {"size": 2, "local_size": 1, "nodes": 2, "source": "slurm", **changes}
+    world = World(rank=0, local_rank=0, node=0, host="n1", **place)
+    assert ranks_to_start(world, RunConfig("digits", **options), {"SLURM_JOB_ID": "1", **env}) == expected
+
+
+def test_all_nodes_of_a_job_guess_the_same_port_and_other_jobs_another():
+    mine, other = detect(of_task(0)), detect(of_task(1))
+    assert likely_port(mine.job) == likely_port(other.job)
+    ports = {likely_port(detect(of_task(0, job=str(number))).job) for number in range(200)}
+    assert len(ports) > 190 and all(1024 < port < 32768 for port in ports)
+
+
+def test_what_the_first_node_refuses_ends_the_others_at_once(tmp_path: Path):
+    first, second = detect(of_task(0)), detect(of_task(1))
+    agents.give_up(first, tmp_path)
+    with pytest.raises(RunFailed) as ended:
+        agents.find_hub(second, tmp_path, ranks=2, patience=60)
+    assert str(ended.value) == "", "the first node says why"
+
+
+def test_an_address_that_nobody_answers_at_is_a_left_over_and_is_read_again(tmp_path: Path):
+    world = detect(of_task(1))
+    publish(tmp_path, world.job, world.attempt, "127.0.0.1", free_port())
+    with pytest.raises(RunFailed, match=r"waited 1 s for the run's first node to write its address into"):
+        agents.find_hub(world, tmp_path, ranks=2, patience=1)
+
+
+def test_a_node_that_does_not_see_the_runs_finds_the_first_node_all_the_same_and_both_know_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(agents, "UNSEEN", 0.2)
+    monkeypatch.setattr(secret, "SEEN_WITHIN", 0.2)
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run.mkdir()
+    first, second = (detect(of_task(node, job=str(os.getpid()))) for node in (0, 1))
+    hub = agents.open_hub(first, tmp_path, run, "127.0.0.1", None)
+    assert hub.port == agents.likely_port(first.job)
+    (run / ".join").unlink()  # as on a machine where nothing is to be seen under that name
+    with ThreadPoolExecutor() as pool:
+        news = pool.submit(lambda: heard_by(hub, 5))
+        with pytest.raises(UserError, match=f"{socket.gethostname()} cannot see {run} of the run that it joins"):
+            agents.find_hub(second, elsewhere, ranks=2, patience=20)
+        assert news.result() == [Blind(socket.gethostname())]
+    hub.finish(Outcome())
+
+
+def heard_by(hub: Hub, seconds: float) -> list[object]:
+    found: list[object] = []
+    end = time.monotonic() + seconds
+    while not found and time.monotonic() < end:
+        found += hub.news(time.monotonic())
+        time.sleep(0.01)
+    return found
+
+
+def test_all_nodes_that_were_started_are_expected_and_later_any_number_that_suits():
+    wanted = wanted_of(RunConfig("digits", procs=2, layout="dp=*"), detect(of_task(0)))
+    assert (wanted.least, wanted.most, wanted.expected, wanted.hosts) == (1, 2, 2, ("localhost", "elsewhere"))
+
+
+def test_more_nodes_than_were_started_are_refused():
+    with pytest.raises(UserError) as refused:
+        wanted_of(RunConfig("digits", procs=2, nodes="3"), detect(of_task(0)))
+    assert str(refused.value) == (
+        "nodes is 3 but slurm has started this on 2 nodes; ask for as many, or leave --nodes away"
+    )
+
+
+def test_two_tasks_train_as_one_world_and_a_signal_to_either_stops_the_run_in_time(tasks: Tasks):
+    words = ("run", TINY, "--procs", 2, "--steps", 10_000, "--pause", 0.02, "--json")
+    second = tasks.start(1, *words)
+    first = tasks.start(0, *words)
+    run = tasks.folder / "runs/tiny-1"
+    wait_until(lambda: len(events(run, 0, "step")) > 5, 60)
+    second.send_signal(signal.SIGUSR2)
+    out, err = first.communicate(timeout=30)
+    assert first.returncode == 0, err
+    result, stopped = json.loads(out), json.loads((run / "stopped.json").read_text())
+    assert (result["world"], result["layout"], result["steps"]) == (4, "dp=4", stopped["step"])
+    assert (run / f"checkpoints/step-{stopped['step']:08d}").is_dir()
+    assert second.communicate(timeout=20) == ("", "") and second.returncode == 0, "the first one speaks for both"
+    assert not list((tasks.folder / "runs/.rendezvous").iterdir())
+    alone = meshrun(tasks.folder, "run", TINY, "--steps", stopped["step"], "--json").document
+    assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+    assert result["sample_ids_sha256"] == alone["sample_ids_sha256"]
