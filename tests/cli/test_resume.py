@@ -107,23 +107,28 @@ def test_a_run_that_has_reached_its_end_is_refused(run: RunDirectory, words: tup
     assert refusal(run.path, *words) == expected
 
 
-def test_a_run_goes_on_where_it_was_in_other_processes_with_its_old_config_kept(tmp_path: Path):
-    assert meshrun(tmp_path, "run", TINY, "--procs", 2, "--steps", 4).status == 0
-    run = tmp_path / "runs/tiny-1"
+@pytest.fixture(scope="module")
+def four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that has come to its end."""
+    folder = tmp_path_factory.mktemp("four")
+    assert meshrun(folder, "run", TINY, "--procs", 2, "--steps", 4).status == 0
+    return folder / "runs/tiny-1"
+
+
+def test_what_cannot_work_leaves_the_run_as_it_was(four_steps: Path):
+    before = config_of(four_steps)
+    assert refusal(four_steps, "--steps", "9", "--batch", "0").startswith("batch is 0; it must be ")
+    assert config_of(four_steps) == before
+
+
+def test_a_run_goes_on_where_it_was_in_other_processes_with_its_old_config_kept(four_steps: Path):
+    run, folder = four_steps, four_steps.parents[1]
     first = config_of(run)
-    ended = meshrun(tmp_path, "resume", "runs/tiny-1", "--procs", 1, "--steps", 6, "--json")
+    ended = meshrun(folder, "resume", "runs/tiny-1", "--procs", 1, "--steps", 6, "--json")
     assert ended.status == 0, ended.err
     assert (ended.document["world"], ended.document["run"]) == (1, "runs/tiny-1")
     assert [event["step"] for event in events(run, 0, "step")] == [1, 2, 3, 4, 5, 6]
     now = config_of(run)
     assert (now["config"]["steps"], now["config"]["procs"]) == (6, 1)
     assert now["history"] == [first]
-    assert [each.name for each in (tmp_path / "runs").iterdir()] == ["tiny-1"]
-
-
-def test_what_cannot_work_leaves_the_run_as_it_was(tmp_path: Path):
-    assert meshrun(tmp_path, "run", TINY, "--procs", 2, "--steps", 2).status == 0
-    before = config_of(tmp_path / "runs/tiny-1")
-    ended = meshrun(tmp_path, "resume", "runs/tiny-1", "--steps", 9, "--batch", 0)
-    assert ended.status == 2 and "batch is 0" in ended.sentences[0]
-    assert config_of(tmp_path / "runs/tiny-1") == before
+    assert [each.name for each in (folder / "runs").iterdir()] == ["tiny-1"]

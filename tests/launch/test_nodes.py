@@ -33,7 +33,7 @@ class Nodes:
     def start(self) -> subprocess.Popen[str]:
         """One more: the first leads, others join it."""
         where = ["--join", f"127.0.0.1:{self.port}"] if self.launchers else ["--port", self.port]
-        words = ["--diary", self.folder / "diary", "--steps", 100_000, "--pause", 0.02, "--ends", "none", "--procs", 1]
+        words = ["--diary", self.folder / "diary", "--steps", 100_000, "--pause", 0.02, "--lives", 0, "--procs", 1]
         self.launchers.append(started(self.folder, "run", LOSING, *words, "--nodes", self.nodes, *where))
         return self.launchers[-1]
 

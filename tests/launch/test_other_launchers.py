@@ -6,10 +6,14 @@ import shutil
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.launch.command import MODULE, PROGRAMS, SCRIPT, TINY, Ended, events, meshrun
+from meshrun import mesh
+from meshrun.train.loop import Trainer
+from tests.launch.command import MODULE, PROGRAMS, SCRIPT, TINY, events, meshrun
+from tests.launch.programs import tiny
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 OPENMPI = ("mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2")
@@ -28,20 +32,23 @@ def skip_if_missing(program: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def of_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    ended = meshrun(tmp_path_factory.mktemp("own"), "run", TINY, "--procs", 2, "--json")
-    assert ended.status == 0, ended.err
-    return ended
+def of_one_process() -> dict[str, Any]:
+    mesh.use(mesh.Meeting(device="cpu"))
+    try:
+        return Trainer(tiny.experiment()).train()
+    finally:
+        mesh.finish()
+        mesh.use(mesh.Meeting())
 
 
 @pytest.mark.parametrize(("launcher", "source"), LAUNCHERS)
-def test_two_ranks_train_as_one_job_to_the_losses_of_two_local_processes(
-    tmp_path: Path, launcher: tuple[str, ...], source: str, of_two_processes: Ended
+def test_two_ranks_train_as_one_job_to_the_losses_of_one_process(
+    tmp_path: Path, launcher: tuple[str, ...], source: str, of_one_process: dict[str, Any]
 ):
     skip_if_missing(launcher[0])
     ended = meshrun(tmp_path, "run", TINY, "--json", launcher=launcher)
     assert ended.status == 0, ended.err
-    result, expected = ended.document, of_two_processes.document
+    result, expected = ended.document, of_one_process
     assert (result["world"], result["layout"], result["run"]) == (2, "dp=2", "runs/tiny-1")
     assert result["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     assert result["sample_ids_sha256"] == expected["sample_ids_sha256"]

@@ -54,7 +54,7 @@ def losing(folder: Path, *words: object) -> Ended:
 def lost_twice(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
     """A run whose rank 1 is killed in its third step, and in its second life says that it is worth a restart."""
     folder = tmp_path_factory.mktemp("lost")
-    return losing(folder, "--ends", "SIGKILL,exit", "--pause", 0.05, "--json"), folder
+    return losing(folder, "--lives", 2, "--end", "SIGKILL,exit", "--pause", 0.05, "--json"), folder
 
 
 def test_a_killed_rank_is_replaced_and_the_run_reaches_its_end(lost_twice: tuple[Ended, Path]):
@@ -91,7 +91,7 @@ def test_a_killed_rank_0_is_replaced_too(tmp_path: Path):
 
 
 def test_an_error_of_the_program_is_not_tried_again(tmp_path: Path):
-    ended = losing(tmp_path, "--ends", "raise")
+    ended = losing(tmp_path, "--end", "raise")
     assert ended.status == 1
     assert ended.sentences == [f"rank 1 on {HOST} failed at step 3: ValueError: bad luck"]
     assert {each.generation for each in lives(tmp_path / "diary")} == {0}
@@ -99,7 +99,7 @@ def test_an_error_of_the_program_is_not_tried_again(tmp_path: Path):
 
 
 def test_ranks_that_are_lost_again_and_again_without_progress_are_given_up(tmp_path: Path):
-    ended = losing(tmp_path, "--ends", "SIGKILL,SIGKILL,SIGKILL", "--step", 1, "--restarts", 2)
+    ended = losing(tmp_path, "--lives", 9, "--step", 1, "--restarts", 2)
     assert ended.status == 1
     assert max(each.generation for each in lives(tmp_path / "diary")) == 2
     assert ended.sentences[-1].startswith(f"rank 1 on {HOST} was killed by SIGKILL")
@@ -112,7 +112,7 @@ class Training:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         words = ["--diary", folder / "diary", "--procs", 2, "--workers", 1, "--steps", 100_000, "--pause", 0.04]
-        words += ["--ends", "none"]
+        words += ["--lives", 0]
         self.launcher = started(folder, "run", LOSING, *words)
         self.seen: set[int] = set()
         self.reach(0)
@@ -338,7 +338,7 @@ def test_steps_longer_than_the_grace_time_are_not_lost_with_a_rank(tmp_path: Pat
 
 
 def test_what_long_steps_have_reached_is_saved_when_the_run_is_asked_to_stop(tmp_path: Path):
-    words = ["--diary", tmp_path / "diary", "--procs", 2, "--steps", 100, "--pause", 2.3, "--ends", "none"]
+    words = ["--diary", tmp_path / "diary", "--procs", 2, "--steps", 100, "--pause", 2.3, "--lives", 0]
     launcher = started(tmp_path, "run", LOSING, *words)
     run = tmp_path / "runs/losing-1"
     try:

@@ -72,13 +72,10 @@ def test_two_ranks_know_their_place_and_share_a_key_that_no_other_launch_has(
             assert world["source"] == source
         assert worlds[0]["job"] == worlds[1]["job"] != ""
     assert first[0]["job"] != second[0]["job"]
-
-
-def test_torchrun_says_where_its_agents_store_is(tmp_path: Path) -> None:
-    for world in start(tmp_path, [*TORCHRUN, "1"]):
-        assert world["address"]
-        assert world["port"] > 0
-        assert world["agent_store"] is True
+    if source == "torchrun":
+        for world in first:
+            assert world["address"] and world["port"] > 0
+            assert world["agent_store"] is True
 
 
 def test_a_shell_between_mpiexec_and_its_ranks_does_not_part_them(tmp_path: Path) -> None:

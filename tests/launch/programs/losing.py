@@ -1,4 +1,6 @@
-"""A line through 20 points whose ranks are lost: in each life one rank ends at one step, as `ends` says, then no more.
+"""A line through 20 points whose ranks are lost, each time on one rank at one step, for as long as `lives` says.
+
+The end may be another one in each life: `--lives 2 --end SIGKILL,exit`.
 
 Each life of all ranks leaves a line in `diary`: its generation and when this rank computed first.
 """
@@ -29,6 +31,7 @@ class Points:
 
 class Line(nn.Linear):
     def __init__(self, diary: str, rank: int, step: int, ends: list[str], pause: float) -> None:
+        """`ends` has one for each life in which a rank is lost."""
         super().__init__(2, 1)
         self.diary, self.rank, self.step, self.ends, self.pause = diary, rank, step, ends, pause
         self.calls = 0
@@ -41,8 +44,8 @@ class Line(nn.Linear):
             with Path(self.diary).open("a") as file:
                 size = dist.get_world_size() if dist.is_initialized() else 1
                 file.write(f"{generation} {own} {size} {time.time()} {os.getpid()}\n")
-        end = self.ends[generation] if generation < len(self.ends) else "none"
-        if end != "none" and own == self.rank and self.calls == self.step:
+        if own == self.rank and self.calls == self.step and generation < len(self.ends):
+            end = self.ends[generation]
             if end == "raise":
                 raise ValueError("bad luck")
             if end == "exit":
@@ -52,9 +55,12 @@ class Line(nn.Linear):
         return super().forward(inputs)
 
 
-def experiment(diary: str, rank: int = 1, step: int = 3, ends: str = "SIGKILL", pause: float = 0.0) -> Experiment:
+def experiment(
+    diary: str, rank: int = 1, step: int = 3, lives: int = 1, end: str = "SIGKILL", pause: float = 0.0
+) -> Experiment:
+    ends = (end.split(",") * lives)[:lives]
     return Experiment(
-        model=lambda: Line(diary, rank, step, ends.split(","), pause),
+        model=lambda: Line(diary, rank, step, ends, pause),
         train=Points(),
         loss=mean_squared_error,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
