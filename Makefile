@@ -22,7 +22,7 @@ demo: setup
 	@$(BIN)/meshrun run digits --procs 2
 
 test: setup launchers lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .

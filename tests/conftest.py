@@ -9,16 +9,32 @@ def test_sum(tmp_path): ...           # fixtures are resolved here; their values
 from __future__ import annotations
 
 import functools
+import os
 
 import pytest
 
 from tests import ranks
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are as many workers and ranks as cores, or more
 TIMEOUT_S = 60.0
+LONG = (
+    "tests/check/test_chaos.py",
+    "tests/cluster/",
+    "tests/launch/test_restarts.py",
+    "tests/observe/test_hang.py",
+    "tests/train/test_axes.py",
+    "tests/launch/test_other_launchers.py",
+    "tests/train/test_resume.py",
+    "tests/launch/test_local.py",
+    "tests/launch/test_nodes.py",
+    "tests/check/",
+)
+"""Where tests take longest. They come first: begun last, one such file keeps a worker busy when the other is done."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """pytest-timeout stays the last resort: it must not strike before a test's own limit, which shows the stacks."""
+    """Long files first. And pytest-timeout stays the last resort: a test's own limit, which shows stacks, is below."""
+    items.sort(key=lambda item: [*(item.nodeid.startswith(each) for each in LONG), True].index(True))
     if not config.pluginmanager.hasplugin("timeout"):
         return
     for item in items:
