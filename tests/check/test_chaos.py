@@ -19,6 +19,7 @@ from meshrun.check.disk import can_mount
 from meshrun.check.faults import Fault
 from meshrun.check.reached import alike, differences, tensors_of, used_ids
 from meshrun.cli.chaos import armed_text
+from meshrun.cli.main import main
 from meshrun.cli.target import find
 from meshrun.config import RunDirectory
 from meshrun.observe.events import EventFile
@@ -77,9 +78,12 @@ def test_a_run_that_comes_to_other_weights_after_a_fault_is_a_failure_and_is_kep
         ),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_runs(words: tuple[object, ...], error: str):
-    status, found, _ = chaos("digits", *words)
-    assert (status, found["error"]) == (2, error)
+def test_what_cannot_be_is_refused_before_anything_runs(
+    words: tuple[object, ...], error: str, capsys: pytest.CaptureFixture[str]
+):
+    with pytest.raises(SystemExit) as ended:
+        main(["chaos", "digits", *map(str, words), "--json"])
+    assert (ended.value.code, json.loads(capsys.readouterr().out)["error"]) == (2, error)
 
 
 @pytest.mark.parametrize("target", [str(PROGRAMS / "restless.py"), "digits"])
