@@ -157,3 +157,13 @@ def test_a_script_is_played_again_after_a_requeue_and_its_shell_is_told_in_time(
     assert (first.status, first.told, second.status, second.told) == (0, True, 0, False)
     assert first.log == "link 0 on 3 nodes of rehearsed[1-3]\ntold\n" and second.log.startswith("link 1 on 3 nodes")
     assert said == (first.log + second.log).splitlines() == (tmp_path / "out-1").read_text().splitlines()
+
+
+def test_a_script_that_submits_itself_is_played_as_the_next_job(tmp_path: Path):
+    script = tmp_path / "job.sh"
+    script.write_text(
+        f'#!/bin/bash\n#SBATCH --output="{tmp_path}/out-%j"\n'
+        f'echo "job $SLURM_JOB_ID"\nsbatch --parsable --dependency=afterany:$SLURM_JOB_ID {script}\n'
+    )
+    played = Rehearsal(tmp_path / "slurm", sys.executable).links(script, 0, lambda _: None)
+    assert [(link.job, link.log) for link in (next(played), next(played))] == [("1", "job 1\n2\n"), ("2", "job 2\n3\n")]
