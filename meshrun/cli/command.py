@@ -77,27 +77,6 @@ NOT_FOR_CHAOS = (
     *("restarts", "on_hang", "record_ids", "spare", "nodes", "join", "deadline", "site"),
 )
 """Options of a run that `chaos` decides by itself, or has with another meaning."""
-OF_SUBMIT = [
-    Option("nodes", int, 1, "Nodes of the job."),
-    Option("gpus_per_node", int, None, "GPUs, and ranks, of a node; all that the site has when absent, 0 for CPUs."),
-    Option("time", str, "1h", "Time limit of a job: 90min, 12h, or as Slurm writes it (1-12:00:00)."),
-    Option("partition", str, None, "Slurm's partition; the site's usual one when absent."),
-    Option("account", str, None, "Whom the job is charged to."),
-    Option("qos", str, None, "Slurm's quality of service."),
-    Option("constraint", str, None, "Features that nodes must have."),
-    Option("cpus_per_gpu", int, None, "Hardware threads beside each GPU or rank; the site's share when absent."),
-    Option("sbatch", str, [], "Another option for sbatch, such as --sbatch=--mem=64G; as often as needed.", True),
-    Option("setup", Path, None, "File of shell lines to run first in the job, such as module load."),
-    Option("offline", bool, False, "Have libraries use files that are there, where the site has internet too."),
-    Option("until_done", bool, False, "Go on in further jobs until the training is complete."),
-    Option("links", int, None, "Most jobs of --until-done (default 20)."),
-    Option("sweep", str, [], "One run for each value: lr=1e-3,3e-4; several of them give all combinations.", True),
-    Option("dry_run", bool, False, "Print the script, and submit nothing."),
-    Option("wait", bool, False, "With --json: wait for the end, and print what was reached."),
-    Option("follow", bool, True, "Show the training live until its end."),
-]
-NOT_FOR_SUBMIT = ("nodes", "join", "port")
-"""Options of a run that a job decides by itself."""
 OF_STAGE = [Option("verify", bool, False, "Fetch nothing; check that all is as it was staged.")]
 
 
@@ -131,13 +110,13 @@ class Command:
 
 def parse_run(words: list[str]) -> Asked | None:
     """Read the words after `run`; None when they only asked for help, which is then printed."""
-    return _parse(Command("run", "Train", run_options(), scripts=True), words)
+    return parse_words(Command("run", "Train", run_options(), scripts=True), words)
 
 
 def parse_verify(words: list[str]) -> Asked | None:
     """Read the words after `verify`; None when they only asked for help."""
     of_run = [each for each in run_options() if each.name not in NOT_FOR_VERIFY]
-    return _parse(
+    return parse_words(
         Command("verify", "Verify that every mesh computes the same for", [*OF_VERIFY, *of_run], beyond=BEYOND_A_RUN),
         words,
     )
@@ -147,29 +126,13 @@ def parse_chaos(words: list[str]) -> Asked | None:
     """Read the words after `chaos`; None when they only asked for help."""
     of_run = [each for each in run_options() if each.name not in NOT_FOR_CHAOS]
     beyond = tuple(each.name for each in OF_CHAOS)
-    return _parse(Command("chaos", "Strike faults into runs of", [*OF_CHAOS, *of_run], beyond=beyond), words)
+    return parse_words(Command("chaos", "Strike faults into runs of", [*OF_CHAOS, *of_run], beyond=beyond), words)
 
 
 def parse_stage(words: list[str]) -> Asked | None:
     """Read the words after `stage`; None when they only asked for help."""
     of_run = [each for each in run_options() if each.name == "data"]
-    return _parse(Command("stage", "Fetch the data of", [*OF_STAGE, *of_run], beyond=("verify",)), words)
-
-
-def parse_submit(words: list[str], name: str = "submit", static: bool = False) -> Asked | None:
-    """Read the words after `submit`; None when they only asked for help. `static` imports nothing of the target."""
-    of_run = [each for each in run_options() if each.name not in NOT_FOR_SUBMIT]
-    beyond = tuple(each.name for each in OF_SUBMIT)
-    command = Command(name, "Submit a job that trains", [*OF_SUBMIT, *of_run], beyond=beyond)
-    return _parse(replace(command, own=options_in_text) if static else command, words)
-
-
-def options_in_text(target: Target) -> list[Option]:
-    """The options of a target, without importing it if its text says what they are."""
-    from meshrun.cli.static import static_options
-
-    found = static_options(target)
-    return found if found is not None else options_of(target.function())
+    return parse_words(Command("stage", "Fetch the data of", [*OF_STAGE, *of_run], beyond=("verify",)), words)
 
 
 def parse_resume(words: list[str]) -> Asked | None:
@@ -214,7 +177,8 @@ def _run_at(path: Path) -> tuple[RunDirectory, RunConfig]:
         raise UserError(f"{path / 'config.json'} is not what this version of meshrun writes: {error}") from None
 
 
-def _parse(command: Command, words: list[str]) -> Asked | None:
+def parse_words(command: Command, words: list[str]) -> Asked | None:
+    """Read the words after a command that takes a TARGET; None when they only asked for help."""
     text = _target_in(command, words)
     if text is None:
         if "--help" in words:

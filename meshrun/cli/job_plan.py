@@ -17,7 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from meshrun.cli.command import Asked, options_in_text, parse_submit
+from meshrun.cli.command import Asked
+from meshrun.cli.job_options import options_in_text, parse_submit
 from meshrun.cli.options import run_options
 from meshrun.config import RunConfig, seconds_in
 from meshrun.errors import UserError

@@ -48,7 +48,8 @@ STEP=(
 )
 
 # What Slurm tells this shell reaches the training, on whatever nodes it runs, as a file that it looks for.
-rm -f "$RUN/stop"
+# What an earlier job was told, and how it ended, holds no more.
+rm -f "$RUN/stop" "$RUN/stopped.json"
 ask_to_stop() {
     told=yes
     touch "$RUN/stop"
