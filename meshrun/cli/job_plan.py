@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import socket
 import sys
@@ -26,6 +25,7 @@ from meshrun.launch import limits
 from meshrun.launch.submission import LINKS, Element, Resources, Rules, Submission, rules_of
 from meshrun.layout import Layout, parse
 from meshrun.world import walltime
+from meshrun.world.environment import inherited
 from meshrun.world.profile import Site
 from meshrun.world.sites import found_here, load
 from meshrun.world.slurm import has_account
@@ -61,7 +61,7 @@ def planned(words: list[str], command: str = "submit", static: bool = True, here
     site = _site(asked.config.site, here)
     resources = _resources(asked, site)
     limits.refuse(resources, site, here.partitions if here else site.partitions if site else (), here is not None)
-    limits.refuse_without_account(resources, site, has_account(os.environ))
+    limits.refuse_without_account(resources, site, has_account(inherited()))
     chosen = _chosen(asked, words, command, static)
     choices = tuple(replace(each, config=_for_job(each.config, resources, site)) for each in chosen)
     return Plan(asked, choices, _submission(asked, words, command, choices, resources, site), site)
@@ -71,7 +71,7 @@ def _site(name: str | None, here: Site | None) -> Site | None:
     """The site that was named, or the one whose profile matches this machine, or what Slurm says of it."""
     if name is not None:
         return load(name)
-    return found_here(os.environ, here.name if here else None, socket.gethostname()) or here
+    return found_here(inherited(), here.name if here else None, socket.gethostname()) or here
 
 
 def _resources(asked: Asked, site: Site | None) -> Resources:

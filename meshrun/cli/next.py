@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from meshrun.config import RunDirectory
 from meshrun.errors import RunFailed, UserError
 from meshrun.launch.chain import Decision, Record, decide, seen_of
 from meshrun.launch.slurm import Job, Slurm
+from meshrun.world.environment import inherited
 from meshrun.world.slurm import element_id
 
 RETRIES = (0.0, 2.0, 5.0)
@@ -25,7 +25,7 @@ RETRIES = (0.0, 2.0, 5.0)
 
 def next_command(run: Path, status: int, as_json: bool) -> int:
     """Say how a submitted run goes on after its job, and see to it."""
-    record, id = Record.load(run), element_id(os.environ)
+    record, id = Record.load(run), element_id(inherited())
     if id is None:
         raise UserError("next decides at the end of a job, and this is none; sbatch the script of the run instead")
     slurm = Slurm.here()
