@@ -49,7 +49,8 @@ from meshrun.observe.stragglers import sniff_on
 from meshrun.observe.watch import Watcher
 from meshrun.parallel.build import How
 from meshrun.train.bad_steps import Policy
-from meshrun.train.ending import ANSWER_WITHIN, Ending, Signals, begin_anew, deadline_of
+from meshrun.train.deadline import deadline_of
+from meshrun.train.ending import ANSWER_WITHIN, Ending, Signals, begin_anew
 from meshrun.train.interval import parse as parse_interval
 from meshrun.train.loop import Stopped, Trainer
 from meshrun.train.recovery import Keeping
@@ -117,8 +118,9 @@ def rank_command(folder: Path, launcher: int, memory: Path | None = None) -> Non
                 pulse = Pulse.open(memory, rank, world.attempt)
                 mesh.listen(pulse.waiting)
                 let_go_when_told(memory, world.attempt)
-            _train(config, run, target, recorder, memory, pulse)
-            mesh.finish()
+            with Signals() as signals:
+                _train(config, run, target, recorder, memory, pulse, signals)
+                mesh.finish()
         recorder("end")
         recorder.close()
     except BaseException as error:
@@ -162,16 +164,17 @@ def work(config: RunConfig, target: Target, tell: Tell, again: RunDirectory | No
 def _work_in(run: RunDirectory, here: mesh.Here, target: Target, tell: Tell) -> dict[str, Any]:
     began, config = time.time(), run.config()
     recorder = Recorder(run, here.rank, tell if here.rank == 0 else None)
-    try:
-        with _watched(config, run, here, recorder) as pulse:
-            result = _train(config, run, target, recorder, None, pulse)
-    except Exception as error:
-        if isinstance(error, mesh.PeerLost) and (hang := told(run.path)):
-            error = RunFailed(hang)
-        failed = recorder.failure(error, here.rank)
-        said = _said_elsewhere(run, here, failed.sentence, isinstance(error, mesh.PeerLost), began)
-        raise (UserError if failed.by_user else RunFailed)("" if said else failed.text) from error
-    mesh.finish()
+    with Signals() as signals:
+        try:
+            with _watched(config, run, here, recorder) as pulse:
+                result = _train(config, run, target, recorder, None, pulse, signals)
+        except Exception as error:
+            if isinstance(error, mesh.PeerLost) and (hang := told(run.path)):
+                error = RunFailed(hang)
+            failed = recorder.failure(error, here.rank)
+            said = _said_elsewhere(run, here, failed.sentence, isinstance(error, mesh.PeerLost), began)
+            raise (UserError if failed.by_user else RunFailed)("" if said else failed.text) from error
+        mesh.finish()
     recorder("end")
     recorder.close()
     return result
@@ -258,13 +261,6 @@ def run_script(config: RunConfig, target: Target) -> None:
 
 
 def _train(
-    config: RunConfig, run: RunDirectory, target: Target, recorder: Recorder, memory: Path | None, pulse: Pulse | None
-) -> dict[str, Any]:
-    with Signals() as signals:
-        return _trained_until_told(config, run, target, recorder, memory, pulse, signals)
-
-
-def _trained_until_told(
     config: RunConfig,
     run: RunDirectory,
     target: Target,

@@ -5,8 +5,8 @@
         ending.begin(ANSWER_WITHIN)                      # refuses to begin what has no time for a step
         try:
             trainer.train()
-        except Stopped:
-            ending.conclude()                            # a checkpoint of this step; {"step": 812, "why": …}
+        except Stopped as stopped:
+            ending.conclude(stopped)                     # a checkpoint of this step; {"step": 812, "why": …}
 
 A rank that has a reason to stop adds 1 to a number which is summed with the step's loss, so all ranks know after the
 same step that they are to stop; nobody polls. Rank 0 alone looks at the clock and for the file `RUN/stop`.
@@ -23,39 +23,25 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from meshrun.config import RunConfig, RunDirectory, seconds_in
+from meshrun.config import RunDirectory
 from meshrun.errors import SharedError
 from meshrun.launch.words import word_of_the_launcher, writing
-from meshrun.train.loop import Stopped
-from meshrun.world import slurm
-
-if TYPE_CHECKING:
-    from meshrun.train.loop import Trainer
-
-Ask = Callable[[], float | None]
+from meshrun.train.deadline import Deadline
+from meshrun.train.loop import Stopped, Trainer
 
 LOOK_EVERY = 1.0
 """Seconds between two looks for the stop file: it may lie on a disk that a thousand runs share."""
-FIRST_PAUSE = 10.0
-"""Seconds before an end that nobody knew is asked for again, and twice as many each time after that."""
 ASK_AHEAD = 5.0
 """Seconds before the time to stop at which Slurm is asked whether that still holds: limits get extended."""
 ANSWER_WITHIN = 2.0
 """Seconds that the beginning of a run waits for Slurm to say when its job ends; ranks started anew wait for nothing."""
 RECENT = 16
 """Steps that are looked back at."""
-UNKNOWN_CHECKPOINT = 10.0
-"""Seconds that the last checkpoint is given at least as long as none was made."""
-SLACK, SLACK_SHARE, MOST_SLACK = 5.0, 0.01, 60.0
-"""Seconds, and the share of the whole time, that are left over."""
-SHORT = 4, 10
-"""Of a short time the unknown checkpoint gets at most a 4th and the slack a 10th: trying out takes seconds."""
 TRIED_BYTES = 4 << 20
 
 
@@ -84,68 +70,6 @@ class Signals:
 
     def _note(self, number: int, _frame: FrameType | None) -> None:
         self.by = self.by or number
-
-
-class Deadline:
-    """When all must be over, in seconds since 1970; never, as long as nobody says so."""
-
-    def __init__(
-        self, began: float, end: float = math.inf, what: str = "the deadline is", ask: Ask | None = None
-    ) -> None:
-        """`ask` says when the end is, or None; it may take long, so it is asked beside the training."""
-        self.began, self.end, self._what, self._ask = began, end, what, ask
-        self._asking: threading.Thread | None = None
-        self._pause, self._again_at = FIRST_PAUSE, 0.0
-
-    @property
-    def limit(self) -> float:
-        """How long all of it is, in seconds."""
-        return max(0.0, self.end - self.began)
-
-    @property
-    def slack(self) -> float:
-        return min(SLACK + SLACK_SHARE * self.limit, MOST_SLACK, self.limit / SHORT[1])
-
-    @property
-    def unknown_checkpoint(self) -> float:
-        return min(UNKNOWN_CHECKPOINT, self.limit / SHORT[0])
-
-    @property
-    def why(self) -> str:
-        return f"{self._what} in {max(0.0, self.end - time.time()):.0f} s"
-
-    def ask(self) -> None:
-        """Ask whether the end is still the same; `wait` for the answer, or see it later."""
-        if self._ask is not None and (self._asking is None or not self._asking.is_alive()):
-            self._asking = threading.Thread(target=self._learn, args=(self._ask,), name="deadline", daemon=True)
-            self._asking.start()
-
-    def ask_while_unknown(self) -> None:
-        """Ask now and then: Slurm may have been away, or there is no end."""
-        if math.isinf(self.end) and time.monotonic() >= self._again_at:
-            self._again_at, self._pause = time.monotonic() + self._pause, 2 * self._pause
-            self.ask()
-
-    def wait(self, seconds: float) -> None:
-        if self._asking is not None:
-            self._asking.join(seconds)
-
-    def _learn(self, ask: Ask) -> None:
-        if (end := ask()) is not None:
-            self.end = end
-
-
-def deadline_of(config: RunConfig, env: Mapping[str, str], began: float) -> Deadline | None:
-    """When a run that began then must be over, if anybody says so."""
-    if config.deadline == "auto":
-        if not slurm.in_job(env):
-            return None
-        end = slurm.told_end_of_job(env)
-        made = Deadline(began, math.inf if end is None else end, "the job ends", lambda: slurm.end_of_job(env))
-        made.ask_while_unknown()
-        return made
-    limit = seconds_in(config.deadline)
-    return Deadline(began, began + limit) if limit is not None else None
 
 
 class Ending:

@@ -19,7 +19,8 @@ import pytest
 from meshrun import Here, mesh
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.layout import parse
-from meshrun.train.ending import Deadline, Ending, Signals, deadline_of
+from meshrun.train.deadline import Deadline, deadline_of
+from meshrun.train.ending import Ending, Signals
 from meshrun.train.interval import Every
 from meshrun.train.loop import Stopped, Trainer
 from meshrun.train.recovery import Keeping
@@ -240,6 +241,21 @@ def test_a_word_to_one_rank_stops_all_of_them_after_the_step_in_which_it_came(la
     trainer.ending = Asking(rank, trainer.here, step=4)
     with pytest.raises(Stopped, match=r"stopped after step 4$"):
         trainer.train()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("asked", "stopped"), [(4, 5), (8, 8)])
+def test_on_a_gpu_the_word_is_heard_a_step_later_but_before_an_evaluation(asked: int, stopped: int):
+    mesh.use(mesh.Meeting(device="cuda"))
+    try:
+        trainer = Trainer(small(64, 8, steps=20, evals={"val": points(16)}), mesh.start())
+        trainer.ending = Asking(0, trainer.here, asked)
+        with pytest.raises(Stopped, match=rf"stopped after step {stopped}$"):
+            trainer.train()
+        assert trainer.evaluated == 0
+    finally:
+        mesh.finish()
+        mesh.use(mesh.Meeting())
 
 
 def keeping_trainer(here: Here, folder: Path, **changes: Any) -> Trainer:
