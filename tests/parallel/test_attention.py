@@ -168,11 +168,11 @@ def tp_mesh(size: int) -> DeviceMesh:
     return init_device_mesh("cpu", (size,), mesh_dim_names=("tp",))
 
 
-def check_split_heads(ranks: int, dtype: torch.dtype, tolerance: float) -> None:
+def check_split_heads(ranks: int, dtype: torch.dtype, tolerance: float, *dropouts: float) -> None:
     mesh = tp_mesh(ranks)
     torch.set_default_dtype(dtype)
     variants = [{}, {"bias": False}, {"kdim": 6, "vdim": 10}]
-    for dropout, batch_first, variant in itertools.product((0.0, 0.3), (True, False), variants):
+    for dropout, batch_first, variant in itertools.product(dropouts, (True, False), variants):
         module = keyed(attention(dropout=dropout, batch_first=batch_first, **variant))
         split = keyed(attention(dropout=dropout, batch_first=batch_first, **variant))
         split_heads(split, mesh)
@@ -188,13 +188,13 @@ def check_split_heads(ranks: int, dtype: torch.dtype, tolerance: float) -> None:
 
 @pytest.mark.ranks(2)
 def test_two_ranks_with_half_of_the_heads_compute_what_one_does_with_all():
-    check_split_heads(2, torch.float32, 1e-6)
-    check_split_heads(2, torch.float64, 1e-14)
+    check_split_heads(2, torch.float32, 1e-6, 0.0, 0.3)
+    check_split_heads(2, torch.float64, 1e-14, 0.3)
 
 
 @pytest.mark.ranks(4)
 def test_four_ranks_with_a_head_each_compute_what_one_does_with_all():
-    check_split_heads(4, torch.float32, 1e-6)
+    check_split_heads(4, torch.float32, 1e-6, 0.3)
 
 
 @pytest.mark.ranks(2)
