@@ -40,6 +40,7 @@ from meshrun.observe.report import write_report
 from meshrun.observe.story import Follow, Story
 from meshrun.observe.watch import Watcher
 from meshrun.world import World
+from meshrun.world.environment import inherited
 from meshrun.world.rendezvous import own_address
 from meshrun.world.slurm import in_job
 
@@ -82,7 +83,7 @@ def lead(asked: Asked, nursery: Nursery | None, wanted: Wanted, open_hub: OpenHu
 
 def _stopped_in_time(run: RunDirectory, by: Interrupted) -> dict[str, Any]:
     """Slurm's signals announce the job's end: who has kept its state by then has done what was asked for."""
-    if in_job(os.environ) and by.number != signal.SIGINT and (stopped := run.stopped()) is not None:
+    if in_job(inherited()) and by.number != signal.SIGINT and (stopped := run.stopped()) is not None:
         result: dict[str, Any] = stopped["result"]
         return result
     raise RunFailed(f"stopped by {by}; what was reached is in {run.path}") from by

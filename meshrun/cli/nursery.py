@@ -24,11 +24,11 @@ from pathlib import Path
 from meshrun.cli.target import find
 from meshrun.config import RunConfig
 from meshrun.errors import UserError
-from meshrun.launch.agents import ranks_to_start
 from meshrun.launch.local import die_with_launcher
 from meshrun.launch.nursery import serve
 from meshrun.launch.ranks import Nursery
 from meshrun.world import detect
+from meshrun.world.environment import inherited
 
 NEEDED = (
     "torch",
@@ -56,9 +56,11 @@ def nursery_for(
     if world.source == "none":
         several = (procs or 1) > 1 or named
     else:
+        from meshrun.launch.agents import ranks_to_start  # late: `run --help` needs none of what it imports
+
         guess = replace(before or RunConfig(target), procs=procs)
         guess = replace(guess, nodes="2") if named else guess
-        several = ranks_to_start(world, guess, os.environ) is not None
+        several = ranks_to_start(world, guess, inherited()) is not None
     return Nursery(target) if several else contextlib.nullcontext()
 
 

@@ -55,6 +55,7 @@ from meshrun.train.interval import parse as parse_interval
 from meshrun.train.loop import Stopped, Trainer
 from meshrun.train.recovery import Keeping
 from meshrun.world import World, detect, slurm
+from meshrun.world.environment import inherited
 
 Tell = Callable[[Event], None]
 
@@ -275,8 +276,8 @@ def _train(
     deadline = None
     if here.rank == 0:
         # What a job's shell was told while ranks were starting holds; it has removed what was there before.
-        begin_anew(run, again=restarted or slurm.in_job(os.environ))
-        deadline = deadline_of(config, os.environ, _start_of_run(here.world))
+        begin_anew(run, again=restarted or slurm.in_job(inherited()))
+        deadline = deadline_of(config, inherited(), _start_of_run(here.world))
     if pulse is not None:
         pulse.sniff = sniff_on(here.device)
     experiment, scale, note = override(make(target, config.options, config.data), config)
@@ -305,7 +306,7 @@ def _train(
     resumed = trainer.resume()
     if resumed is not None:
         recorder("resumed", **resumed)
-    trainer.ending = ending = Ending(trainer, run, signals, deadline, memory, slurm.in_job(os.environ))
+    trainer.ending = ending = Ending(trainer, run, signals, deadline, memory, slurm.in_job(inherited()))
     ending.begin(0.0 if restarted else ANSWER_WITHIN)
     result = {
         "run": str(run.path),

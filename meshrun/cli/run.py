@@ -36,6 +36,7 @@ from meshrun.observe.events import Event
 from meshrun.observe.story import Story
 from meshrun.train.interval import parse as parse_interval
 from meshrun.world import World, detect
+from meshrun.world.environment import inherited
 
 
 def run_command(asked: Asked, nursery: Nursery | None = None) -> dict[str, Any] | None:
@@ -43,7 +44,7 @@ def run_command(asked: Asked, nursery: Nursery | None = None) -> dict[str, Any] 
     world, config = detect(os.environ), asked.config
     procs = config.procs
     if world.source != "none":
-        procs = ranks_to_start(world, config, os.environ) or (procs if world.size == 1 else None)
+        procs = ranks_to_start(world, config, inherited()) or (procs if world.size == 1 else None)
         if procs is None:
             return _as_rank(asked, world)
     asked = replace(asked, config=replace(config, procs=procs or _default_procs(config)))
