@@ -182,7 +182,7 @@ def parse_words(command: Command, words: list[str]) -> Asked | None:
     text = _target_in(command, words)
     if text is None:
         if "--help" in words:
-            of_any = [("Options of the run", command.options), ("General", GENERAL)]
+            of_any = [*_panels(command, command.options), ("General", GENERAL)]
             invoke(_app(_help(command, None), of_any, False, dict), ["--help"], f"meshrun {command.name} TARGET")
             return None
         raise UserError(
@@ -202,7 +202,7 @@ def _read(command: Command, target: Target, text: str, words: list[str], before:
     others = [each for each in command.options if each.name not in names]
     if target.entry is None:
         others = [each for each in others if each.name in FOR_SCRIPTS]
-    panels = [(f"Options of {target.label}", own), ("Options of the run", others), ("General", GENERAL)]
+    panels = [(f"Options of {target.label}", own), *_panels(command, others), ("General", GENERAL)]
     seen: list[Asked] = []
 
     def collect(given: dict[str, Any], rest: list[str]) -> None:
@@ -212,6 +212,13 @@ def _read(command: Command, target: Target, text: str, words: list[str], before:
     rest.remove(text)
     invoke(_app(_help(command, target), panels, target.entry is None, collect), rest, f"meshrun {command.name} {text}")
     return seen[0] if seen else None
+
+
+def _panels(command: Command, options: list[Option]) -> list[tuple[str, list[Option]]]:
+    """Options under the heading of the command, or of the run that it is about."""
+    beyond = [each for each in options if each.name in command.beyond]
+    of_run = [each for each in options if each.name not in command.beyond]
+    return [each for each in ((f"Options of {command.name}", beyond), ("Options of the run", of_run)) if each[1]]
 
 
 def invoke(app: typer.Typer, words: list[str], name: str = "meshrun") -> Any:

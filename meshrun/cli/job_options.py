@@ -33,6 +33,7 @@ OF_SUBMIT = [
     Option("wait", bool, False, "With --json: wait for the end, and print what was reached."),
     Option("follow", bool, True, "Show the training live until its end."),
 ]
+DOES = {"submit": "Submit a job that trains", "rehearse": "Play on this machine the job that would train"}
 NOT_FOR_SUBMIT = ("nodes", "join", "port")
 """Options of a run that a job decides by itself."""
 
@@ -41,7 +42,7 @@ def parse_submit(words: list[str], name: str = "submit", static: bool = False) -
     """Read the words after `submit`; None when they only asked for help. `static` imports nothing of the target."""
     of_run = [each for each in run_options() if each.name not in NOT_FOR_SUBMIT]
     beyond = tuple(each.name for each in OF_SUBMIT)
-    command = Command(name, "Submit a job that trains", [*OF_SUBMIT, *of_run], beyond=beyond)
+    command = Command(name, DOES[name], [*OF_SUBMIT, *of_run], beyond=beyond)
     return parse_words(replace(command, own=options_in_text) if static else command, words)
 
 
