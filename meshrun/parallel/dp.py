@@ -72,13 +72,15 @@ class Cargo(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         return self.model(*inputs, **named)
 
-    def load(self, sums: Tensor, replicas: int) -> Tensor:
+    def load(self, sums: Tensor, asked: float, replicas: int) -> Tensor:
         """The gradient to send; multiplied so that it is the sum and not the mean that arrives."""
         if sums.is_cuda:
             upper = torch.floor(sums[1] / self.DIGIT)
-            return torch.stack([sums[0], upper, sums[1] - upper * self.DIGIT, sums[2]]).to(self.hold) * replicas
+            # Filled on the device: copying a number from the host would make the host wait.
+            word = torch.full_like(upper, asked)
+            return torch.stack([sums[0], upper, sums[1] - upper * self.DIGIT, word]).to(self.hold) * replicas
         # The same with plain numbers: on a CPU six small operations cost more than sending them.
-        total, count, asked = sums.tolist()
+        total, count = sums.tolist()
         upper, lower = divmod(count, self.DIGIT)
         sent = [total * replicas, upper * replicas, lower * replicas, asked * replicas]
         return torch.tensor(sent, dtype=self.hold.dtype)
@@ -131,13 +133,13 @@ class Replicated:
         own: Tensor | None = None
         if not pieces:
             own = torch.zeros(2, dtype=torch.float64, device=self.here.device)
-            self._backward(None, _with(own, asked()))
+            self._backward(None, own, asked)
         for number, piece in enumerate(pieces):
             last = number == len(pieces) - 1
             with self._accumulating(reduce=last):
                 found = self._loss(step, piece, loss)
                 own = as_sums(found) if own is None else own + as_sums(found)
-                self._backward(found.total * (self.here.replicas / samples), _with(own, asked()) if last else None)
+                self._backward(found.total * (self.here.replicas / samples), own if last else None, asked)
         assert own is not None
         return Outcome(own, self._finish_reduction(), None)
 
@@ -199,13 +201,14 @@ class Replicated:
             with self._ddp.no_sync():
                 yield
 
-    def _backward(self, loss: Tensor | None, sums: Tensor | None) -> None:
+    def _backward(self, loss: Tensor | None, sums: Tensor | None, asked: Asked) -> None:
         """Add the gradients of a loss; `sums`, given with the last one of a step, are added over all replicas."""
         if loss is not None and sums is not None and self._cargo is not None and not self._by_hand:
-            torch.autograd.backward([loss, self._cargo.hold], [None, self._cargo.load(sums, self.here.replicas)])
+            cargo = self._cargo.load(sums, asked(), self.here.replicas)
+            torch.autograd.backward([loss, self._cargo.hold], [None, cargo])
             return
         if sums is not None:
-            self._sums = sums
+            self._sums = torch.cat([sums, sums.new_full((1,), asked())])
             self._summing = self.here.sum(self._sums)
         if loss is not None:
             loss.backward()
@@ -289,10 +292,3 @@ class Replicated:
                 dist.all_reduce(mine, group=self._group())
                 parameter.grad = mine.div_(self.here.replicas)
         return int(ranks.min()) == self.here.replicas
-
-
-def _with(sums: Tensor, asked: float) -> Tensor:
-    """The sums and one number more, as a tensor of its own."""
-    if sums.is_cuda:
-        return torch.cat([sums, sums.new_full((1,), asked)])  # filled on the device: the host does not wait
-    return torch.tensor([*sums.tolist(), asked], dtype=sums.dtype)
