@@ -31,6 +31,7 @@ from meshrun.launch.local import launch
 from meshrun.launch.lock import lock
 from meshrun.launch.memory import Memory
 from meshrun.launch.nodes import Hub, nodes_of
+from meshrun.launch.orphans import Orphan
 from meshrun.launch.post import Post, take_part
 from meshrun.launch.ranks import Nursery
 from meshrun.layout import parse
@@ -42,7 +43,10 @@ from meshrun.observe.watch import Watcher
 from meshrun.world import World
 from meshrun.world.environment import inherited
 from meshrun.world.rendezvous import own_address
-from meshrun.world.slurm import in_job
+from meshrun.world.slurm import in_job, job_id
+
+ASK_EVERY = 5.0
+"""Seconds between two questions to Slurm of a node that does not reach the first one; of many nodes few ask often."""
 
 OpenHub = Callable[[RunDirectory, Tell], Hub | None]
 """Makes the place where other nodes join a run, where there are any."""
@@ -89,10 +93,17 @@ def _stopped_in_time(run: RunDirectory, by: Interrupted) -> dict[str, Any]:
     raise RunFailed(f"stopped by {by}; what was reached is in {run.path}") from by
 
 
-def join(post: Post, nursery: Nursery | None, story: Story, patience: float, as_one: bool = False) -> None:
+def join(
+    post: Post,
+    nursery: Nursery | None,
+    story: Story,
+    patience: float,
+    as_one: bool = False,
+    is_orphan: Callable[[], bool] = lambda: False,
+) -> None:
     """Take part in a run that another node has begun; its own words decide but for this node's number of ranks.
 
-    `as_one`: all nodes were started together, so that a signal here is for all, and the first one says what failed.
+    `as_one` and `is_orphan` are as in `take_part`.
     """
     run = RunDirectory(post.run)
     config = run.config()
@@ -102,7 +113,7 @@ def join(post: Post, nursery: Nursery | None, story: Story, patience: float, as_
             contextlib.nullcontext(nursery) if nursery else Nursery(config.target) as warm,
         ):
             watch = Watching(memory, run, config, tell, several=True)
-            take_part(post, _job(config, run, memory, post.ranks), watch, tell, warm, patience, as_one)
+            take_part(post, _job(config, run, memory, post.ranks), watch, tell, warm, patience, as_one, is_orphan)
     except Interrupted as stopped:
         raise RunFailed(f"stopped by {stopped}; the other nodes go on in {run.path}") from stopped
 
@@ -135,15 +146,38 @@ def as_agent(
 
 def _follow(asked: Asked, world: World, runs: Path, nursery: Nursery | None) -> None:
     """Standard output and the story are the first node's; what goes wrong here alone is said on standard error."""
-    config = asked.config
+    config, orphan = asked.config, _orphan(world)
     assert config.procs is not None
     try:
         post = agents.find_hub(world, runs, config.procs, config.timeout)
-        join(post, nursery, Story(Console(quiet=True)), config.timeout, as_one=True)
+        is_orphan = seldom(orphan.is_one, ASK_EVERY * (1 + world.node // 8)) if orphan is not None else lambda: False
+        join(post, nursery, Story(Console(quiet=True)), config.timeout, as_one=True, is_orphan=is_orphan)
     except (UserError, RunFailed) as error:
         if str(error) and not isinstance(error, SharedError):
             print(f"meshrun: {error}", file=sys.stderr)
+        if isinstance(error, RunFailed) and orphan is not None and orphan.is_one():
+            print(f"meshrun: {orphan.requeue()}", file=sys.stderr)
         raise type(error)("") from error
+
+
+def _orphan(world: World) -> Orphan | None:
+    """Who to ask whether the job has lost its first node: Slurm, in a job of which that node is known."""
+    job = job_id(inherited())
+    return Orphan(job, world.hosts[0]) if job is not None and world.hosts else None
+
+
+def seldom(ask: Callable[[], bool], seconds: float) -> Callable[[], bool]:
+    """A question that is asked only after so many seconds; until then the answer is no."""
+    due = [time.monotonic() + seconds]
+
+    def asked() -> bool:
+        if time.monotonic() < due[0]:
+            return False
+        found = ask()
+        due[0] = time.monotonic() + seconds
+        return found
+
+    return asked
 
 
 def wanted_of(config: RunConfig, world: World | None = None) -> Wanted:

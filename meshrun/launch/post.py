@@ -13,7 +13,7 @@ import contextlib
 import select
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -127,11 +127,19 @@ class Post:
 
 
 def take_part(
-    post: Post, job: Job, watch: Watch, tell: Tell, nursery: Nursery, patience: float, as_one: bool = False
+    post: Post,
+    job: Job,
+    watch: Watch,
+    tell: Tell,
+    nursery: Nursery,
+    patience: float,
+    as_one: bool = False,
+    is_orphan: Callable[[], bool] = lambda: False,
 ) -> None:
     """Start and end ranks as the first node says, until it says that the run is over.
 
     `as_one`: all nodes were started together, so that a signal here is for all, and the first one says what failed.
+    `is_orphan`: whether somebody knows that a first node which does not answer never will.
     """
     node, run = Node(job, nursery, watch), RunDirectory(post.run)
     ends, over = Ends(run), None
@@ -147,7 +155,7 @@ def take_part(
                 post.close()
                 _end_ranks(node, stopped)
                 tell("note", text=f"{socket.gethostname()} has lost the run's first node, {post.where}; it calls again")
-                found = _found_again(post, patience, stopped, ends)
+                found = _found_again(post, patience, stopped, ends, is_orphan)
                 if found is None:
                     break
                 tell("note", text=f"{socket.gethostname()} has found the run's first node again")
@@ -223,10 +231,12 @@ def _until_gone(node: Node, stopped: Stopped) -> Iterator[None]:
             yield
 
 
-def _found_again(post: Post, patience: float, stopped: Stopped, ends: Ends) -> Post | None:
+def _found_again(
+    post: Post, patience: float, stopped: Stopped, ends: Ends, is_orphan: Callable[[], bool]
+) -> Post | None:
     """The connection made anew; None if the run is over, its first launcher is gone, or this node is to go."""
     give_up, refused = time.monotonic() + patience, None
-    while time.monotonic() < give_up and not stopped.by and not ends.reached():
+    while time.monotonic() < give_up and not stopped.by and not ends.reached() and not is_orphan():
         try:
             return post.again()
         except ConnectionRefusedError:
