@@ -41,7 +41,7 @@ class Asked:
     def __init__(self, refuses: bool) -> None:
         self.refuses, self.words = refuses, list[str]()
 
-    def __call__(self, argv: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    def __call__(self, argv: Sequence[str], _env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
         self.words.append(" ".join(argv))
         refused = self.refuses and "requeue" in argv
         return subprocess.CompletedProcess(argv, int(refused), SHOWN, "Requested operation is presently disabled")
