@@ -165,17 +165,22 @@ def work(config: RunConfig, target: Target, tell: Tell, again: RunDirectory | No
 def _work_in(run: RunDirectory, here: mesh.Here, target: Target, tell: Tell) -> dict[str, Any]:
     began, config = time.time(), run.config()
     recorder = Recorder(run, here.rank, tell if here.rank == 0 else None)
-    with Signals() as signals:
-        try:
+    signals = Signals()
+    try:
+        with signals:
             with _watched(config, run, here, recorder) as pulse:
                 result = _train(config, run, target, recorder, None, pulse, signals)
-        except Exception as error:
-            if isinstance(error, mesh.PeerLost) and (hang := told(run.path)):
-                error = RunFailed(hang)
-            failed = recorder.failure(error, here.rank)
-            said = _said_elsewhere(run, here, failed.sentence, isinstance(error, mesh.PeerLost), began)
-            raise (UserError if failed.by_user else RunFailed)("" if said else failed.text) from error
-        mesh.finish()
+            mesh.finish()
+    except Exception as error:
+        if isinstance(error, mesh.PeerLost) and (hang := told(run.path)):
+            error = RunFailed(hang)
+        failed = recorder.failure(error, here.rank)
+        lost = isinstance(error, mesh.PeerLost)
+        if lost and signals.by == signal.SIGTERM:
+            # Its launcher ends it because another rank is gone, and has nothing to hear from it.
+            os.kill(os.getpid(), signal.SIGTERM)
+        said = _said_elsewhere(run, here, failed.sentence, lost, began)
+        raise (UserError if failed.by_user else RunFailed)("" if said else failed.text) from error
     recorder("end")
     recorder.close()
     return result
