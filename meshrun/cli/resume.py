@@ -44,7 +44,7 @@ def refuse_unseen(words: list[str]) -> None:
     Where the first node does not find it either, it says so for all.
     """
     world = detect(os.environ)
-    if not world.node or world.local_size > 1 or not words or words[0].startswith("-"):
+    if not world.node or world.size > world.nodes or not words or words[0].startswith("-"):
         return
     path, give_up = Path(words[0]) / "config.json", time.monotonic() + BEGUN
     try:

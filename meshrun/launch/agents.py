@@ -36,12 +36,13 @@ PORTS = range(20_000, 32_000)
 def ranks_to_start(world: World, config: RunConfig, env: Mapping[str, str]) -> int | None:
     """How many ranks this task starts as the launcher of its node; None if it is a rank itself.
 
-    It is a launcher where it is the only task of its node and there is more to do than one rank can.
+    It is a launcher where there is one task a node and more to do than one rank can. All tasks decide alike, though
+    nodes may have different numbers of them.
     """
-    if world.source in ("none", "torchrun") or world.local_size > 1:
+    if world.source in ("none", "torchrun") or world.size > world.nodes:
         return None
     ranks = config.procs or (gpus_on_node(env) if config.device != "cpu" else None) or 1
-    several = ranks > 1 or config.join is not None or (world.nodes > 1 and nodes_of(config.nodes)[1] > 1)
+    several = ranks > 1 or config.join is not None or nodes_of(config.nodes)[1] > 1
     return ranks if several else None
 
 

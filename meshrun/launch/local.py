@@ -107,7 +107,7 @@ def _run(head: Head, node: Node, hub: Hub | None, port: int, stopped: Stopped, t
                 case Said(member_id, what):
                     head.hear(member_id, what, now)
                 case Asked(number):
-                    stopped.note(number)
+                    stopped.by = stopped.by or number  # one CTRL-C that reaches all nodes is no second one
                 case Blind(host):
                     head.blind(host, now)
         if stopped.by and not ending:

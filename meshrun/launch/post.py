@@ -59,7 +59,7 @@ class Post:
         return cls.welcomed(wire, where, ranks, give_up)
 
     @classmethod
-    def welcomed(cls, wire: Wire, where: str, ranks: int, give_up: float, before: str = "") -> Post:
+    def welcomed(cls, wire: Wire, where: str, ranks: int, give_up: float, before: Post | None = None) -> Post:
         """Be told of the run by whoever has answered, and prove to belong to it; `before` is who this node was."""
         run = None
         while not wire.closed and time.monotonic() < give_up:
@@ -67,9 +67,12 @@ class Post:
                 match said:
                     case {"run": str(path), "nonce": str(nonce)}:
                         run = Path(path)
+                        if before is not None and run != before.run:
+                            wire.close()
+                            raise RunFailed(f"what answers at {where} is {run} and not {before.run} any more (--join)")
                         proof = secret.proof(secret_of(run, wire), nonce)
                         hello = {"hello": socket.gethostname(), "ranks": ranks, "proof": proof}
-                        wire.send({**hello, "before": before} if before else hello)
+                        wire.send({**hello, "before": before.id} if before is not None else hello)
                     case {"welcome": str(id)} if run is not None:
                         return cls(wire, where, run, id, ranks)
         wire.close()
@@ -105,7 +108,7 @@ class Post:
                 return None
             for fact in node.news():
                 self._wire.send({"fact": type(fact).__name__, **asdict(fact)})
-            if stopped.by and not asked:
+            if stopped.by and asks_for_all and not asked:
                 asked = True
                 self._wire.send({"fact": "Asked", "signal": stopped.by})
             if now - looked > BEAT:
@@ -120,7 +123,7 @@ class Post:
     def again(self) -> Post:
         """Try once to come back as a new node."""
         wire = Wire(socket.create_connection(address_in(self.where), timeout=CONNECTED), LINE)
-        return Post.welcomed(wire, self.where, self.ranks, time.monotonic() + 2 * SILENCE, before=self.id)
+        return Post.welcomed(wire, self.where, self.ranks, time.monotonic() + 2 * SILENCE, before=self)
 
     def close(self) -> None:
         self._wire.close()
@@ -206,7 +209,7 @@ class Ends:
 
 def _leave(node: Node, post: Post, stopped: Stopped, tell: Tell) -> None:
     """Ranks here may finish their step and what they write; the others go on without this node."""
-    node.stop(Stop(final=True))
+    node.stop(Stop(patient=True))  # not final: ranks would take it as the end of the whole run
     if node.waits:
         tell("note", text=node.waits)
     for _ in _until_gone(node, stopped):

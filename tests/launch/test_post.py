@@ -1,0 +1,127 @@
+"""Launchers of several nodes that are asked to stop, and one that calls the first node again."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrun.errors import RunFailed
+from meshrun.launch import local, post
+from meshrun.launch.head import Head, Member, Wanted
+from meshrun.launch.job import silent
+from meshrun.launch.node import Stopped
+from meshrun.launch.nodes import Asked
+from meshrun.launch.post import Post
+from meshrun.launch.ranks import Ended, Gone, Stop
+from tests.launch.test_hub import Open, answering, door, serving  # noqa: F401 - fixtures
+
+
+class Ranks:
+    """A node whose ranks end some turns after they were told to; a signal may come in the first turn."""
+
+    def __init__(self, stopped: Stopped | None = None, signalled: int = 0) -> None:
+        self.fds: list[int] = []
+        self.stops: list[Any] = []
+        self.waits = ""
+        self._stopped, self._signalled = stopped, signalled
+        self._turns = 0
+
+    @property
+    def busy(self) -> bool:
+        return self._turns < 3
+
+    def begin(self, seat: object) -> None:
+        pass
+
+    def stop(self, stop: Stop) -> None:
+        self.stops.append(stop)
+
+    def news(self) -> Iterator[Ended | Gone]:
+        self._turns += bool(self.stops)
+        if self._stopped is not None:
+            self._stopped.by = self._signalled
+        if self._turns == 3:
+            yield Gone(0)
+
+    def progress(self) -> int:
+        return 0
+
+
+class Others:
+    """A hub over which another node tells, again and again, that CTRL-C was pressed there."""
+
+    fds: tuple[int, ...] = ()
+    progress = 0
+
+    def news(self, _now: float) -> list[Asked]:
+        return [Asked(signal.SIGINT)]
+
+    def finish(self, _outcome: object) -> None:
+        pass
+
+
+def test_one_ctrl_c_that_reaches_all_nodes_lets_ranks_finish_their_step():
+    stopped, node = Stopped(), Ranks()
+    stopped.note(signal.SIGINT)
+    head = Head(0, Wanted(), silent)
+    head.join(Member(local.ME, "host", 1), 0.0)
+    head.tick(0.0)
+    local._run(head, node, Others(), 1, stopped, silent)  # type: ignore[arg-type]
+    assert node.stops == [Stop(final=True)] and not node.busy
+    assert not stopped.at_once
+    stopped.note(signal.SIGINT)
+    assert stopped.at_once
+
+
+def heard(first: Open, asks_for_all: bool) -> list[object]:
+    """What the first node hears of one whose launcher gets a signal while it waits."""
+    found: list[object] = []
+    news = first.hub._understood
+    first.hub._understood = lambda *said: found.append(news(*said)) or found[-1]  # type: ignore[method-assign,func-returns-value]
+    joined, stopped = Post.reach(f"127.0.0.1:{first.hub.port}", 2, 5), Stopped()
+    node = Ranks(stopped, signal.SIGTERM)
+    assert joined.serve(node, _Once(stopped), asks_for_all) is None  # type: ignore[arg-type]
+    joined.close()
+    first.news(0.1)
+    return [each for each in found if each is not None]
+
+
+class _Once:
+    """Signals as they are noted, of which the loop has enough after some turns."""
+
+    def __init__(self, stopped: Stopped) -> None:
+        self._stopped, self._turns = stopped, 0
+
+    @property
+    def by(self) -> int:
+        return self._stopped.by
+
+    @property
+    def at_once(self) -> bool:
+        self._turns += 1
+        return self._turns > 3
+
+
+@pytest.mark.parametrize("asks_for_all", [False, True])
+def test_a_signal_to_a_node_that_joined_by_hand_is_for_that_node_alone(answering: Open, asks_for_all: bool):  # noqa: F811
+    asked = [each for each in heard(answering, asks_for_all) if isinstance(each, Asked)]
+    assert asked == ([Asked(signal.SIGTERM)] if asks_for_all else [])
+
+
+def test_ranks_of_a_node_that_leaves_are_not_told_that_the_run_ends(answering: Open):  # noqa: F811
+    joined, node = Post.reach(f"127.0.0.1:{answering.hub.port}", 2, 5), Ranks()
+    post._leave(node, joined, Stopped(), silent)  # type: ignore[arg-type]
+    assert node.stops == [Stop(patient=True)]
+    joined.close()
+
+
+def test_a_node_comes_back_to_the_same_run_only(answering: Open, tmp_path: Path):  # noqa: F811
+    joined = Post.reach(f"127.0.0.1:{answering.hub.port}", 2, 5)
+    joined.run = tmp_path / "another"
+    with pytest.raises(RunFailed, match=f"is {answering.run} and not {tmp_path}/another any more"):
+        joined.again()
+    joined.close()
