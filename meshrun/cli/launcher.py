@@ -235,6 +235,7 @@ class Watching:
         self._action, self._tell = config.on_hang, tell
         self.started = self._watcher.started
         self.progress, self.patience = self._watcher.progress, self._watcher.patience
+        self.takes_long = self._watcher.takes_long
 
     def look(self) -> Verdict | None:
         found = self._watcher.look()

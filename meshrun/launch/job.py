@@ -36,7 +36,7 @@ class Job:
     restarts: int = 0
     """How often in a row, without progress between, lost ranks are replaced."""
     saving: float = 30.0
-    """Seconds that ranks which end for good, with nobody lost, may take to keep their state."""
+    """Seconds that ranks which end with nobody lost may take to finish what they are at and to keep their state."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,9 @@ class Watch(Protocol):
     def patience(self) -> float:
         """Seconds that a step takes, at most, as far as is known."""
 
+    def takes_long(self) -> bool:
+        """Whether a rank is well, and at something that may take much longer than a step."""
+
 
 class Unwatched:
     """Nobody looks at the ranks, and none of them tells of progress."""
@@ -102,6 +105,9 @@ class Unwatched:
 
     def patience(self) -> float:
         return 0.0
+
+    def takes_long(self) -> bool:
+        return False
 
 
 Tell = Callable[..., Any]

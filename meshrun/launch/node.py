@@ -54,7 +54,7 @@ class Node:
     """The ranks of this node and whoever watches them."""
 
     def __init__(self, job: Job, nursery: Nursery, watch: Watch) -> None:
-        self._ranks, self._watch = Ranks(job, nursery), watch
+        self._ranks, self._watch = Ranks(job, nursery, watch.takes_long), watch
         self._told, self._looked = False, 0.0
         self._seat: Seat | None = None
 
@@ -87,7 +87,11 @@ class Node:
     @property
     def waits(self) -> str:
         """What to tell whoever has asked for the end, where it will take its time."""
-        if not self._ranks.busy or self._ranks.grace <= GRACE:
+        if not self._ranks.busy:
+            return ""
+        if self._watch.takes_long():
+            return "ranks get the time to finish what they are at; CTRL-C now ends them at once"
+        if self._ranks.grace <= GRACE:
             return ""
         return f"ranks get {self._ranks.grace:.0f} s to finish their step; CTRL-C now ends them at once"
 

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from meshrun.config import write_json
@@ -35,7 +36,7 @@ STEPS = 3
 STEP = 120.0
 """The most, and what all ranks get where they are well and end at the next step."""
 WORDS = 30.0
-"""Further seconds for ranks that are still writing down their state."""
+"""Further seconds for ranks that are still writing down their state; a job says how many where nobody is lost."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Stop:
     """Whether nothing is started after them."""
     hurried: bool = False
     """Whether nobody needs what they hold, since the program itself has failed."""
+
+    @property
+    def unhurried(self) -> bool:
+        """Whether all are well and are to end in good order, which may take its time."""
+        return (self.patient or self.final) and not self.dead and not self.hurried
 
     def after(self, before: Stop) -> Stop:
         """Both: what is said later only adds to what was said before, and may make it more urgent."""
@@ -140,14 +146,15 @@ class _Process:
 class Ranks:
     """Ranks of one generation after the other."""
 
-    def __init__(self, job: Job, nursery: Nursery) -> None:
-        self._job, self._nursery = job, nursery
+    def __init__(self, job: Job, nursery: Nursery, takes_long: Callable[[], bool] = lambda: False) -> None:
+        """`takes_long`: whether ranks are at something that may take much longer than a step, such as an evaluation."""
+        self._job, self._nursery, self._takes_long = job, nursery, takes_long
         self._seat: Seat | None = None
         self._alive: dict[int, _Process] = {}
         self._expected: set[int] = set()
         """Ranks that the nursery was asked for and has not started yet."""
         self._stop: Stop | None = None
-        self._stopped_at = self.grace = 0.0
+        self._stopped_at = self._well_at = self.grace = 0.0
         self._dead: set[int] = set()
 
     @property
@@ -204,7 +211,7 @@ class Ranks:
         self._dead |= set(stop.dead)
         self._write_dead(both.final)
         if before is None:
-            self._stopped_at = time.monotonic()
+            self._stopped_at = self._well_at = time.monotonic()
             for process in self._alive.values():
                 self._signal(process, signal.SIGTERM)
         for rank in stop.dead:
@@ -281,9 +288,13 @@ class Ranks:
 
     def _kill_the_late(self) -> None:
         assert self._stop is not None
-        waited = time.monotonic() - self._stopped_at
-        words = max(WORDS, self._job.saving) if self._stop.final and not self._dead else WORDS
-        if waited > self.grace and (waited > self.grace + words or not self._are_writing()):
+        now = time.monotonic()
+        unhurried = self._stop.unhurried and not self._dead
+        if unhurried and self._takes_long():
+            self._well_at = now  # the steps that are waited for come after it
+        words = max(WORDS, self._job.saving) if unhurried else WORDS
+        is_late = now - self._well_at > self.grace and not self._are_writing()
+        if is_late or now - self._stopped_at > self.grace + words:
             for process in self._alive.values():
                 if process.signalled != signal.SIGKILL:
                     self._signal(process, signal.SIGKILL)

@@ -5,6 +5,7 @@
     finding = watch.look()               # every 0.1 s; a Finding once a hang, else None
     watch.progress()                     # the highest step that any rank has finished
     watch.patience()                     # seconds of the longest step
+    watch.takes_long()                   # whether a rank is at something that may take longer: an evaluation
     watch.notes()                        # new sentences on ranks that are slow
 
 A rank is overdue when its last mark is older than its limit, and the run hangs when every rank that is not done is
@@ -95,6 +96,17 @@ class Watcher:
         """Seconds of the longest step; that of ranks before these until one of these has finished one."""
         self._longest = max((pulse.longest for pulse in self._read() if pulse.finished), default=self._longest)
         return self._longest
+
+    def takes_long(self) -> bool:
+        """Whether a rank that is not overdue is at its first step, evaluates or saves, or waits for another node."""
+        pulses = self._read()
+        return any(self._is_at_length(each) and each.silent <= limit_of(each, pulses, self._config) for each in pulses)
+
+    def _is_at_length(self, pulse: Reading) -> bool:
+        if pulse.phase == "starting" or stacks.state_of(pulse.pid) in ("T", "t", ""):
+            return False  # there is nothing to keep yet, or it will not get on
+        # A rank of another node that evaluates longer, say, keeps those here waiting.
+        return pulse.phase in LONG_PHASES or not pulse.finished or (self._others and bool(pulse.what))
 
     def notes(self) -> list[str]:
         """Sentences on slow ranks since the last call."""

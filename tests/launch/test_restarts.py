@@ -197,7 +197,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("meshrun.launch.ranks.GRACE", 0.5)
 
 
-class Pointing:
+class Pointing(Unwatched):
     """A watch that finds fault with one rank a tenth of a second after all have started, once."""
 
     def __init__(self, action: str, stop: bool = False, rank: int = 1) -> None:
@@ -221,12 +221,6 @@ class Pointing:
             return None
         self.found = True
         return Verdict(self.rank, "rank 1 hangs", self.action)  # type: ignore[arg-type]
-
-    def progress(self) -> int:
-        return 0
-
-    def patience(self) -> float:
-        return 0.0
 
 
 @pytest.mark.usefixtures("short_grace")
@@ -329,6 +323,41 @@ def test_who_is_asked_to_stop_lets_ranks_finish_a_long_step_and_says_so(tmp_path
         launch(job, Slow(), lambda kind, **fields: told.append((kind, fields)))
     assert json.loads((tmp_path / "said-0").read_text())["final"] is True
     assert told == [("note", {"text": "ranks get 2 s to finish their step; CTRL-C now ends them at once"})]
+
+
+class Evaluating(Unwatched):
+    """Watches ranks that evaluate until one of them has left a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+
+    def takes_long(self) -> bool:
+        return not self._file.exists()
+
+
+EVALUATING = """
+import os, pathlib, signal, sys, time
+memory, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
+def end(*_):
+    time.sleep(1)
+    (memory / "evaluated").touch()
+    time.sleep(0.3)
+    (memory / f"said-{rank}").touch()
+    os._exit(0)
+signal.signal(signal.SIGTERM, end)
+os.kill(int(sys.argv[2]), 15)
+time.sleep(60)
+"""
+
+
+@pytest.mark.usefixtures("short_grace")
+def test_ranks_that_evaluate_when_the_run_is_to_stop_get_the_time_for_it_and_for_a_step_after_it(tmp_path: Path):
+    told: list[object] = []
+    with pytest.raises(Interrupted, match="SIGTERM"):
+        job = Job(["-c", EVALUATING, str(tmp_path), str(os.getpid())], 1, memory=tmp_path)
+        launch(job, Evaluating(tmp_path / "evaluated"), lambda _, **fields: told.append(fields["text"]))
+    assert (tmp_path / "said-0").exists()
+    assert told == ["ranks get the time to finish what they are at; CTRL-C now ends them at once"]
 
 
 def test_steps_longer_than_the_grace_time_are_not_lost_with_a_rank(tmp_path: Path):

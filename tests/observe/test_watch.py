@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,6 +73,43 @@ def test_ranks_that_have_not_finished_a_step_get_the_time_of_those_before_them(t
     again.finished(1, 2.0, 0.0)
     assert watch.patience() == 2
     again.close()
+
+
+@pytest.mark.parametrize(
+    ("phase", "finished", "several", "expected"),
+    [
+        ("starting", False, False, False),
+        ("computing", False, False, True),
+        ("computing", True, False, False),
+        ("evaluating", True, False, True),
+        ("saving", True, False, True),
+        ("waiting", True, False, False),
+        ("waiting", True, True, True),
+    ],
+)
+def test_an_evaluation_a_checkpoint_and_the_first_step_take_long(
+    tmp_path: Path, phase: str, finished: bool, several: bool, expected: bool
+):
+    rank = Pulse.open(tmp_path, 0, generation=0)
+    watch = Watcher(tmp_path, tmp_path, DEFAULT, "node7", others=several)
+    watch.started({0: os.getpid()}, 0)
+    if finished:
+        rank.finished(1, 0.1, 0.0)
+    rank.mark(phase if phase != "waiting" else "computing", 2)
+    rank.waiting("the gradients of step 2" if phase == "waiting" else None)
+    assert watch.takes_long() is expected
+    rank.close()
+
+
+def test_who_is_overdue_is_not_waited_for(tmp_path: Path):
+    rank = Pulse.open(tmp_path, 0, generation=0)
+    watch = Watcher(tmp_path, tmp_path, replace(DEFAULT, timeout=0.1), "node7")
+    watch.started({0: os.getpid()}, 0)
+    rank.mark("saving", 1)
+    assert watch.takes_long()
+    time.sleep(0.2)
+    assert not watch.takes_long()
+    rank.close()
 
 
 def test_user_reads_of_a_hang_in_one_sentence(tmp_path: Path):
