@@ -17,4 +17,8 @@ class SharedError(UserError):
 
 
 class RunFailed(Exception):
-    """The run itself failed (a dead rank, a loss that is not a number): one sentence, exit status 1."""
+    """The run itself failed (an error of the program, a loss that is not a number): one sentence, exit status 1."""
+
+
+class CutOff(RunFailed):
+    """The run lost what it needs (ranks, nodes, its time), and may go well another time: exit status 75."""

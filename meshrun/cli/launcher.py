@@ -23,7 +23,7 @@ from rich.console import Console
 
 from meshrun.cli.command import Asked
 from meshrun.config import RunConfig, RunDirectory
-from meshrun.errors import RunFailed, SharedError, UserError
+from meshrun.errors import CutOff, RunFailed, SharedError, UserError
 from meshrun.launch import agents
 from meshrun.launch.head import Wanted
 from meshrun.launch.job import PARENT, Interrupted, Job, Tell, Verdict
@@ -32,7 +32,7 @@ from meshrun.launch.lock import lock
 from meshrun.launch.memory import Memory
 from meshrun.launch.nodes import Hub, nodes_of
 from meshrun.launch.orphans import Orphan
-from meshrun.launch.post import Post, take_part
+from meshrun.launch.post import Ends, Post, take_part
 from meshrun.launch.ranks import Nursery
 from meshrun.layout import parse
 from meshrun.observe.events import EventFile
@@ -57,7 +57,7 @@ def lead(asked: Asked, nursery: Nursery | None, wanted: Wanted, open_hub: OpenHu
     config = asked.config
     assert config.procs is not None
     run = asked.run or RunDirectory.create(config)
-    began = [time.time()]
+    began, ends = [time.time()], Ends(run)
     story = Story(Console(stderr=True), None if asked.as_json else sys.stdout)
     try:
         with (
@@ -65,6 +65,7 @@ def lead(asked: Asked, nursery: Nursery | None, wanted: Wanted, open_hub: OpenHu
             _scene(run, str(os.getpid()), story, began) as (memory, tell),
             Follow(story, run.events_of(0), run.log_of(0)),
         ):
+            run.stopped_file.unlink(missing_ok=True)  # else a signal now would seem to have been obeyed
             if asked.run is not None:
                 run.renew_config(config)
             hub = open_hub(run, tell)
@@ -72,25 +73,31 @@ def lead(asked: Asked, nursery: Nursery | None, wanted: Wanted, open_hub: OpenHu
             watch = Watching(memory, run, config, tell, several=hub is not None)
             failures = launch(job, watch, tell, nursery, hub, replace(wanted, folder=str(run.path)))
     except Interrupted as stopped:
-        return _stopped_in_time(run, stopped)
+        return _stopped_in_time(run, stopped, ends)
     if failures:
         with contextlib.suppress(Exception):  # a picture of what was reached, where there is enough for one
             write_report(run.path)
         ended = {each.rank: each.how for each in failures}
         failed = first_failure(run, ended, socket.gethostname(), since=began[0])
-        raise (UserError if failed.by_user else RunFailed)(failed.text)
+        cut_off = all(each.is_lost for each in failures)
+        raise (UserError if failed.by_user else CutOff if cut_off else RunFailed)(failed.text)
     if asked.target.entry is None:
         return {"run": str(run.path), "world": config.procs}
-    reached: dict[str, Any] = (run.stopped() or {}).get("result") or json.loads((run.path / "result.json").read_text())
-    return reached
+    return _reached(run)
 
 
-def _stopped_in_time(run: RunDirectory, by: Interrupted) -> dict[str, Any]:
+def _stopped_in_time(run: RunDirectory, by: Interrupted, ends: Ends) -> dict[str, Any]:
     """Slurm's signals announce the job's end: who has kept its state by then has done what was asked for."""
-    if in_job(inherited()) and by.number != signal.SIGINT and (stopped := run.stopped()) is not None:
-        result: dict[str, Any] = stopped["result"]
-        return result
-    raise RunFailed(f"stopped by {by}; what was reached is in {run.path}") from by
+    announced = in_job(inherited()) and by.number != signal.SIGINT
+    if (announced or by.number == signal.SIGUSR2) and ends.written():
+        return _reached(run)
+    raise (CutOff if announced else RunFailed)(f"stopped by {by}; what was reached is in {run.path}") from by
+
+
+def _reached(run: RunDirectory) -> dict[str, Any]:
+    """The result of a run that has stopped in time or come to its end."""
+    found: dict[str, Any] = (run.stopped() or {}).get("result") or json.loads((run.path / "result.json").read_text())
+    return found
 
 
 def join(

@@ -25,7 +25,8 @@ from meshrun.cli.inspect import inspect_command
 from meshrun.cli.jobs import cancel_command, follow_command, jobs_command
 from meshrun.cli.sites import sites_app
 from meshrun.cli.target import recipes
-from meshrun.errors import RunFailed, SharedError, UserError
+from meshrun.errors import CutOff, RunFailed, SharedError, UserError
+from meshrun.launch.job import WORTH_A_RESTART
 from meshrun.world import detect
 
 PATIENCE = 3.0
@@ -285,7 +286,8 @@ def _of_usage(error: Exception, text: str) -> str:
 
 def _give_up(error: BaseException, text: str, as_json: bool, debug: bool) -> int:
     """Say why, where people and where scripts look for it; returns the exit status."""
-    status = 2 if isinstance(error, UserError) else 130 if isinstance(error, KeyboardInterrupt) else 1
+    statuses = {UserError: 2, CutOff: WORTH_A_RESTART, KeyboardInterrupt: 130}
+    status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 1)
     if debug:
         traceback.print_exception(error)
     if not text:

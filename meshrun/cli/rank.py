@@ -32,7 +32,7 @@ from meshrun.cli.target import Target, find, make, place_of
 from meshrun.config import RunConfig, RunDirectory, write_json, write_whole
 from meshrun.data.loader import has_lost_a_reader
 from meshrun.data.staging import missing_of, use
-from meshrun.errors import RunFailed, SharedError, UserError
+from meshrun.errors import CutOff, RunFailed, SharedError, UserError
 from meshrun.experiment import Experiment
 from meshrun.launch.job import WORTH_A_RESTART
 from meshrun.launch.local import die_with_launcher
@@ -180,7 +180,10 @@ def _work_in(run: RunDirectory, here: mesh.Here, target: Target, tell: Tell) -> 
             # Its launcher ends it because another rank is gone, and has nothing to hear from it.
             os.kill(os.getpid(), signal.SIGTERM)
         said = _said_elsewhere(run, here, failed.sentence, lost, began)
-        raise (UserError if failed.by_user else RunFailed)("" if said else failed.text) from error
+        # Of many exit statuses the launcher passes the highest on: where another rank tells the cause, so does its own.
+        cut_off = _may_go_away(error) and not said
+        kind = UserError if failed.by_user else CutOff if cut_off else RunFailed
+        raise kind("" if said else failed.text) from error
     recorder("end")
     recorder.close()
     return result

@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from meshrun.launch.job import WORTH_A_RESTART, Failure, Seat, Tell, Verdict
+from meshrun.launch.job import Failure, Seat, Tell, Verdict
 from meshrun.launch.ranks import Ended, Gone, Stop
 
 LAST_CALL = 1.0
@@ -71,6 +71,13 @@ class Outcome:
     """Why it ended, where no rank's failure says so."""
     by_user: bool = False
     """Whether what the user gave cannot work."""
+    cut_off: bool = False
+    """Whether another start may cure it: nodes are missing, or there is no time left."""
+
+    @property
+    def is_cut_off(self) -> bool:
+        """The same where failures alone say it: ranks and nodes were lost, and nobody has made an error."""
+        return self.cut_off or (not self.sentence and all(each.is_lost for each in self.failures))
 
 
 class Head:
@@ -163,8 +170,8 @@ class Head:
         self._ended.append(failure)
         sentence = f"rank {failure.rank} on {member.host} {failure.how}"
         if self._phase == "running":
-            final = failure.code > 0 and failure.code != WORTH_A_RESTART
-            self._end_generation(sentence, Stop(dead=(failure.rank,) if killed else (), hurried=final))
+            dead = (failure.rank,) if killed else ()
+            self._end_generation(sentence, Stop(dead=dead, hurried=not failure.is_lost))
         elif killed and not self._by_verdict and not any(each.code < 0 for each in self._ended[:-1]):
             # Others noticed its death before it could be reported: they were the consequence.
             self._first = sentence
@@ -198,8 +205,8 @@ class Head:
         self._phase, self._since = "gathering", now if self._first else self._since
         failures = tuple(self._ended)
         if self._final is not None:
-            self.outcome = Outcome(failures, self._final.sentence)
-        elif any(each.code > 0 and each.code != WORTH_A_RESTART for each in failures):
+            self.outcome = replace(self._final, failures=failures)
+        elif any(not each.is_lost for each in failures):
             self.outcome = Outcome(failures)
         elif self._first:
             self._in_a_row = 0 if self.progress > self._progress_then else self._in_a_row
@@ -239,6 +246,7 @@ class Head:
                 tuple(self._ended),
                 f"{some} came within {self._wanted.patience:.0f} s, but {self._wanted.least} are needed "
                 f"in numbers that suit the layout (--nodes, --layout, --timeout)",
+                cut_off=self.generation >= 0 or self._wanted.expected > 0,
             )
 
     def _await_all(self, waited: float, now: float) -> None:

@@ -16,7 +16,8 @@ from typing import Any, Literal, Protocol
 from meshrun.errors import UserError
 
 WORTH_A_RESTART = 75
-"""Exit status of a rank that lost another one, its device, or its connections: it would go well another time."""
+"""Exit status of a rank that lost another one, its device, or its connections, and of a run that was cut off: it would
+go well another time."""
 
 PARENT = "{parent}"
 """Stands in a job's words for the number of the process that starts the rank."""
@@ -46,6 +47,11 @@ class Failure:
     rank: int
     code: int
     time: float
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was lost, and not ended by an error of the program or of the user."""
+        return self.code < 0 or self.code == WORTH_A_RESTART
 
     @property
     def how(self) -> str:

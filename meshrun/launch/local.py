@@ -19,7 +19,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import CutOff, RunFailed, UserError
 from meshrun.launch.head import Head, Member, Outcome, Wanted
 from meshrun.launch.job import (
     PARENT,
@@ -74,7 +74,7 @@ def launch(
     if stopped.by:
         raise Interrupted(stopped.by)
     if outcome.sentence:
-        raise (UserError if outcome.by_user else RunFailed)(outcome.sentence)
+        raise (UserError if outcome.by_user else CutOff if outcome.cut_off else RunFailed)(outcome.sentence)
     return list(outcome.failures)
 
 

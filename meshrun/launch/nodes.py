@@ -185,7 +185,8 @@ class Hub:
     def finish(self, outcome: Outcome) -> None:
         """Tell all nodes that the run is over."""
         for peer in self._peers.values():
-            peer.wire.send({"over": outcome.sentence, "failed": bool(outcome.failures or outcome.sentence)})
+            failed = bool(outcome.failures or outcome.sentence)
+            peer.wire.send({"over": outcome.sentence, "failed": failed, "cut_off": outcome.is_cut_off})
             peer.wire.close()
         self._server.close()
         secret.remove(self._run)

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from meshrun.config import RunDirectory
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import CutOff, RunFailed, UserError
 from meshrun.launch import secret
 from meshrun.launch.job import Interrupted, Job, Seat, Tell, Watch
 from meshrun.launch.lock import is_left
@@ -169,13 +169,13 @@ def take_part(
     if stopped.by and over is None:
         raise Interrupted(stopped.by)
     if over is None and not ends.reached():
-        raise RunFailed(
+        raise CutOff(
             f"the run's first node, {post.where}, is lost, and all ranks here were ended; "
             f"what was reached is in {post.run}: meshrun resume {post.run} goes on"
         )
     if over is not None and over["failed"] and not (as_one and ends.written()):
         why = over["over"] or f"the run has failed; its first node, {post.where}, says why"
-        raise RunFailed("" if as_one else why)
+        raise (CutOff if over["cut_off"] else RunFailed)("" if as_one else why)
     tell("note", text=f"the run is over; its results are in {post.run}")
 
 

@@ -166,6 +166,29 @@ def test_with_fewer_nodes_than_the_least_the_run_waits_for_another_one_and_says_
     assert run.head.generation == 1 and run.seats["c"].node == 1
 
 
+def test_whether_another_start_may_cure_it_is_known_from_how_ranks_ended():
+    lost, program = Run(restarts=0), Run(restarts=0)
+    lost.ended("a", 1, -9)
+    for run, code in ((lost, 75), (program, 1)):
+        run.ended("a", 0, code)
+        run.gone("a")
+    assert lost.head.outcome is not None and lost.head.outcome.is_cut_off
+    assert program.head.outcome is not None and not program.head.outcome.is_cut_off
+
+
+@pytest.mark.parametrize("expected", [0, 2])
+def test_nodes_that_are_lost_or_were_started_and_never_came_may_come_another_time(expected: int):
+    never, lost = Run(nodes=1, wanted=Wanted(2, 2, patience=60, expected=expected)), Run(nodes=2)
+    lost.head.leave("b", lost.now)
+    lost.tick()
+    lost.gone("a")
+    for run in (never, lost):
+        run.tick(601)
+        run.tick(601)
+    assert never.head.outcome is not None and never.head.outcome.cut_off == (expected > 0)
+    assert lost.head.outcome is not None and lost.head.outcome.cut_off
+
+
 def test_a_wait_for_nodes_ends_with_a_sentence():
     run = Run(nodes=1, wanted=Wanted(2, 2, patience=60))
     run.tick(61)

@@ -95,7 +95,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Ended, Path]:
 
 def test_when_a_rank_is_killed_the_others_end_soon(killed: tuple[Ended, Path]):
     ended, run = killed
-    assert ended.status == 1
+    assert ended.status == 75, "it may go well another time"
     last_step = max(event["time"] for event in events(run, 1, "step"))
     assert ended.at - last_step < 10
     assert not any(is_alive(events(run, rank, "start")[0]["pid"]) for rank in (0, 1))

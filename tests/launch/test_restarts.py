@@ -100,7 +100,7 @@ def test_an_error_of_the_program_is_not_tried_again(tmp_path: Path):
 
 def test_ranks_that_are_lost_again_and_again_without_progress_are_given_up(tmp_path: Path):
     ended = losing(tmp_path, "--lives", 9, "--step", 1, "--restarts", 2)
-    assert ended.status == 1
+    assert ended.status == 75, "it may go well another time"
     assert max(each.generation for each in lives(tmp_path / "diary")) == 2
     assert ended.sentences[-1].startswith(f"rank 1 on {HOST} was killed by SIGKILL")
     assert "gave up after 2 restarts without a finished step between (--restarts)" in ended.err
