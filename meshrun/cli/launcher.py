@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from meshrun.errors import CutOff, RunFailed, SharedError, UserError
 from meshrun.launch import agents
 from meshrun.launch.head import Wanted
 from meshrun.launch.job import PARENT, Interrupted, Job, Tell, Verdict
-from meshrun.launch.local import launch
+from meshrun.launch.local import Lookout, launch
 from meshrun.launch.lock import lock
 from meshrun.launch.memory import Memory
 from meshrun.launch.nodes import Hub, nodes_of
@@ -40,11 +40,14 @@ from meshrun.observe.failures import first_failure
 from meshrun.observe.report import write_report
 from meshrun.observe.story import Follow, Story
 from meshrun.observe.watch import Watcher
+from meshrun.train.deadline import deadline_of
 from meshrun.world import World
 from meshrun.world.environment import inherited
 from meshrun.world.rendezvous import own_address
 from meshrun.world.slurm import in_job, job_id
 
+ANSWER_WITHIN = 2.0
+"""Seconds that Slurm gets to say whether the job still ends when it was to."""
 ASK_EVERY = 5.0
 """Seconds between two questions to Slurm of a node that does not reach the first one; of many nodes few ask often."""
 
@@ -62,6 +65,7 @@ def lead(asked: Asked, nursery: Nursery | None, wanted: Wanted, open_hub: OpenHu
     try:
         with (
             lock(run),
+            _obeyed(run),
             _scene(run, str(os.getpid()), story, began) as (memory, tell),
             Follow(story, run.events_of(0), run.log_of(0)),
         ):
@@ -71,7 +75,8 @@ def lead(asked: Asked, nursery: Nursery | None, wanted: Wanted, open_hub: OpenHu
             hub = open_hub(run, tell)
             job = _job(config, run, memory, config.procs)
             watch = Watching(memory, run, config, tell, several=hub is not None)
-            failures = launch(job, watch, tell, nursery, hub, replace(wanted, folder=str(run.path)))
+            wanted = replace(wanted, folder=str(run.path))
+            failures = launch(job, watch, tell, nursery, hub, wanted, lookout_of(run, config, inherited()))
     except Interrupted as stopped:
         return _stopped_in_time(run, stopped, ends)
     if failures:
@@ -86,12 +91,42 @@ def lead(asked: Asked, nursery: Nursery | None, wanted: Wanted, open_hub: OpenHu
     return _reached(run)
 
 
+@contextlib.contextmanager
+def _obeyed(run: RunDirectory) -> Iterator[None]:
+    """What asks the run to stop is not to stop the next start of it, should this one have come to its end before."""
+    try:
+        yield
+    finally:
+        run.stop_file.unlink(missing_ok=True)
+
+
 def _stopped_in_time(run: RunDirectory, by: Interrupted, ends: Ends) -> dict[str, Any]:
     """Slurm's signals announce the job's end: who has kept its state by then has done what was asked for."""
     announced = in_job(inherited()) and by.number != signal.SIGINT
     if (announced or by.number == signal.SIGUSR2) and ends.written():
         return _reached(run)
     raise (CutOff if announced else RunFailed)(f"stopped by {by}; what was reached is in {run.path}") from by
+
+
+def lookout_of(run: RunDirectory, config: RunConfig, env: Mapping[str, str]) -> Lookout:
+    """What ranks would look at if there were any: the file that asks the run to stop, and the clock."""
+    deadline = deadline_of(config, env, time.time())
+
+    def is_over() -> bool:
+        return deadline is not None and time.time() + deadline.slack > deadline.end
+
+    def look() -> str:
+        if run.stop_file.exists():
+            return f"{run.stop_file} was made"
+        if deadline is None:
+            return ""
+        deadline.ask_while_unknown()
+        if is_over():
+            deadline.ask()  # limits get extended
+            deadline.wait(ANSWER_WITHIN)
+        return deadline.why if is_over() else ""
+
+    return look
 
 
 def _reached(run: RunDirectory) -> dict[str, Any]:
@@ -141,6 +176,7 @@ def as_agent(
     def open_hub(run: RunDirectory, _tell: Tell) -> Hub:
         return agents.open_hub(world, runs, run.path, own_address(world, config.site), config.port)
 
+    agents.begin(world, runs)
     try:
         check()
         result = lead(asked, nursery, wanted, open_hub)
@@ -156,7 +192,11 @@ def _follow(asked: Asked, world: World, runs: Path, nursery: Nursery | None) -> 
     config, orphan = asked.config, _orphan(world)
     assert config.procs is not None
     try:
-        post = agents.find_hub(world, runs, config.procs, config.timeout)
+        try:
+            post = agents.find_hub(world, runs, config.procs, config.timeout)
+        except SharedError as error:  # where the disk is the same there, the first node has given up too
+            agents.excuse(world, runs, str(error))
+            raise
         is_orphan = seldom(orphan.is_one, ASK_EVERY * (1 + world.node // 8)) if orphan is not None else lambda: False
         join(post, nursery, Story(Console(quiet=True)), config.timeout, as_one=True, is_orphan=is_orphan)
     except (UserError, RunFailed) as error:

@@ -1,6 +1,7 @@
 """The command `meshrun`: finds the command, gives it its options, and ends with a sentence and an exit status.
 
-Exit status: 0 when it worked, 2 for what the user gave, 1 for what failed. `--debug` shows the traceback as well.
+Exit status: 0 when it worked, 2 for what the user gave, 1 for what failed, 75 for a run that was cut off and may go well
+another time. `--debug` shows the traceback as well.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -246,10 +248,26 @@ def _parsed_by_all(parse: Callable[[list[str]], Asked | None], words: list[str])
     """All ranks were given the same words, so one of them says what is wrong with them."""
     try:
         return _parsed(parse, words)
-    except Exception:
+    except Exception as error:
+        _tell_other_nodes(words, parse is parse_resume, str(error))
         if detect(os.environ).rank != 0:
             raise UserError("") from None
         raise
+
+
+def _tell_other_nodes(words: list[str], resumes: bool, why: str) -> None:
+    """Where one task a node was started: nobody is to wait for this one, which fails, perhaps here alone."""
+    world = detect(os.environ)
+    if world.nodes == 1 or world.size > world.nodes or world.source == "torchrun":
+        return
+    from meshrun.launch import agents
+
+    given = re.search(r"(?:^|\0)--runs[=\0]([^\0]+)", "\0".join(words))
+    runs = Path(words[0]).parent if resumes and words else Path(given[1] if given else "runs")
+    if world.node == 0:
+        agents.give_up(world, runs)
+    else:
+        agents.excuse(world, runs, why)
 
 
 def _trained(asked: Asked, result: dict[str, Any] | None) -> int:

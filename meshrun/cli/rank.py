@@ -331,6 +331,7 @@ def _train(
         write_json(run.stopped_file, {**stopped, "result": result})
     elif here.rank == 0:
         write_json(run.path / "result.json", result)
+        run.stop_file.unlink(missing_ok=True)  # whoever made it came too late, and means no later start
         _draw_report(run, recorder)
     return result
 

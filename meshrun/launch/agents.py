@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import socket
 import time
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from meshrun.config import RunConfig
 from meshrun.errors import RunFailed, SharedError, UserError
+from meshrun.launch import secret
 from meshrun.launch.nodes import LINE, Hub, nodes_of
 from meshrun.launch.post import CONNECTED, Post, secret_of
 from meshrun.launch.wire import Wire
@@ -27,6 +29,10 @@ from meshrun.world import World
 from meshrun.world.rendezvous import FOLDER, lookup, publish, withdraw
 from meshrun.world.slurm import gpus_on_node
 
+BEGUN = 10.0
+"""Seconds in which the first node listens, or has said that it will not."""
+OLD = 3600.0
+"""Seconds after which nobody reads any more that a first node has given up."""
 UNSEEN = 3.0
 """Seconds after which a node that has read no address tries the port that it can guess."""
 PORTS = range(20_000, 32_000)
@@ -50,6 +56,7 @@ def open_hub(world: World, runs: Path, run: Path, address: str, port: int | None
     """The place where other nodes join, written down where they look for it."""
     hub = Hub(port, run) if port else _on_likely_port(world, run)
     publish(runs, world.job, world.attempt, address, hub.port)
+    _sweep(runs)
     return hub
 
 
@@ -57,6 +64,33 @@ def give_up(world: World, runs: Path) -> None:
     """Nobody will listen: the other nodes need not wait. The first one says why."""
     with contextlib.suppress(UserError):
         publish(runs, world.job, world.attempt, "", 0)
+        _sweep(runs)
+
+
+def begin(world: World, runs: Path) -> None:
+    """On the first node: what a launch before has left under the same name is not this one's."""
+    if world.job:
+        close_hub(world, runs)
+
+
+def excuse(world: World, runs: Path, why: str) -> None:
+    """On another node than the first, which cannot take part: tell the first one, which would wait for it."""
+    give_up = time.monotonic() + BEGUN
+    while time.monotonic() < give_up:
+        where = lookup(runs, world.job, world.attempt)
+        if where is not None and where[1] == 0:
+            return
+        if where is not None:
+            with contextlib.suppress(OSError, UserError):
+                connection = socket.create_connection(where, timeout=CONNECTED)
+                with contextlib.closing(Wire(connection, LINE)) as wire:
+                    for said in wire.receive():
+                        match said:
+                            case {"run": str(run), "nonce": str(nonce)}:
+                                proof = secret.proof(secret_of(Path(run), wire), nonce)
+                                wire.send({"unfit": socket.gethostname(), "why": why, "proof": proof})
+                                return
+        time.sleep(0.2)
 
 
 def close_hub(world: World, runs: Path) -> None:
@@ -111,6 +145,16 @@ def _on_likely_port(world: World, run: Path) -> Hub:
         return Hub(likely_port(world.job), run)
     except UserError:
         return Hub(0, run)
+
+
+def _sweep(runs: Path) -> None:
+    """Remove what launches that gave up long ago have left for nodes that may never have come."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        folder = runs / FOLDER
+        now = folder.stat().st_mtime  # a file was written into it just now, by the clock of the file system
+        for file in folder.glob("*.json"):
+            if now - file.stat().st_mtime > OLD and json.loads(file.read_text()).get("port") == 0:
+                file.unlink(missing_ok=True)
 
 
 def _refuse_unwritable(runs: Path) -> None:

@@ -23,6 +23,8 @@ LAST_CALL = 1.0
 """Seconds that are waited for one more node after the last one came."""
 LATE = 15.0
 """Seconds after which the user is told which nodes are still expected."""
+COMPLETE = 120.0
+"""Seconds after the last node came in which others are still expected, where those that are here could begin."""
 BLIND = 3.0
 """Seconds in which a node that could not see the run's directory may still come."""
 
@@ -102,6 +104,8 @@ class Head:
         self._in_a_row, self._progress_then = 0, -1
         self._told_to_wait = False
         self._blind: dict[str, float] = {}
+        self._unfit: dict[str, str] = {}
+        """Nodes that were started and cannot take part -> why."""
 
     @property
     def seated(self) -> list[Member]:
@@ -115,6 +119,17 @@ class Head:
         """A node says that it cannot see the run's directory, but cannot prove that it is one of ours."""
         if not self._wanted.hosts or host.partition(".")[0] in self._wanted.hosts:
             self._blind[host] = now
+
+    def unfit(self, host: str, why: str) -> None:
+        """A node that was started says that it will not come."""
+        if host not in self._unfit:
+            self._unfit[host] = why
+            self._tell("note", text=f"{host} cannot take part: {why}")
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether there are no ranks, who would look at the clock and for who asks them to stop."""
+        return self._phase == "gathering" and self.outcome is None
 
     def leave(self, member_id: str, now: float) -> None:
         """A node is lost, and all of its ranks with it."""
@@ -225,8 +240,14 @@ class Head:
         assert self._since is not None
         chosen = self._chosen()
         waited = now - self._since
-        if self.generation < 0 and len(self.members) < self._wanted.expected and waited <= self._wanted.patience:
+        patience = min(self._wanted.patience, COMPLETE) if chosen else self._wanted.patience
+        missing = self._wanted.expected - len(self.members) - len(self._unfit)
+        if self.generation < 0 and missing > 0 and waited <= patience:
             self._await_all(waited, now)
+            return
+        if not chosen and self._unfit and missing <= 0 and self.generation < 0:
+            host, why = next(iter(self._unfit.items()))
+            self.outcome = Outcome(sentence=f"{host} cannot take part, and the others are too few: {why}")
             return
         full = len(chosen) == self._wanted.most or (self._first and chosen)
         if chosen and (full or waited > LAST_CALL):
@@ -260,9 +281,10 @@ class Head:
         elif waited > LATE and not self._told_to_wait:
             self._told_to_wait = True
             short = {host.partition(".")[0] for host in here}
+            short |= {host.partition(".")[0] for host in self._unfit}
             missing = [host for host in self._wanted.hosts if host.partition(".")[0] not in short]
             names = f" ({', '.join(missing[:4])}{', …' * (len(missing) > 4)})" if missing else ""
-            left = self._wanted.expected - len(self.members)
+            left = self._wanted.expected - len(self.members) - len(self._unfit)
             self._tell("note", text=f"waiting for {left} more node{'s' * (left > 1)}{names} (--timeout)")
 
     def _begin(self, chosen: list[Member]) -> None:

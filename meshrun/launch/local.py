@@ -16,6 +16,7 @@ import select
 import signal
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +36,7 @@ from meshrun.launch.job import (
     silent,
 )
 from meshrun.launch.node import LOOK_EVERY, Node, Stopped
-from meshrun.launch.nodes import Asked, Blind, Hub, Joined, Left, Said
+from meshrun.launch.nodes import Asked, Blind, Hub, Joined, Left, Said, Unfit
 from meshrun.launch.nursery import FORKABLE
 from meshrun.launch.ranks import Gone, Nursery
 from meshrun.launch.wire import Beat
@@ -44,6 +45,11 @@ __all__ = ["PARENT", "Failure", "Interrupted", "Job", "Verdict", "Watch", "die_w
 
 ME = "first"
 """This node among those of the run."""
+ASK_EVERY = 1.0
+"""Seconds between two questions whether it is still worth to wait for nodes."""
+
+Lookout = Callable[[], str]
+"""Says why a run that waits for nodes, without ranks who would see it, is to stop; nothing while it is not."""
 
 
 def launch(
@@ -53,10 +59,12 @@ def launch(
     nursery: Nursery | None = None,
     hub: Hub | None = None,
     wanted: Wanted | None = None,
+    lookout: Lookout = lambda: "",
 ) -> list[Failure]:
     """Run the job to its end; returns the ranks that failed, first one first, and nothing if all went well.
 
-    A nursery that is given stays; else one is started for this job. With a hub, other nodes take part.
+    A nursery that is given stays; else one is started for this job. With a hub, other nodes take part, and `lookout` is
+    asked while they are waited for.
     """
     if job.port and hub is None:
         _refuse_used(job.port)
@@ -70,7 +78,7 @@ def launch(
         head.join(Member(ME, socket.gethostname(), job.ranks), time.monotonic())
         if hub is not None:
             stack.enter_context(Beat(hub.beat))
-        outcome = _run(head, node, hub, store.port, stopped, tell)
+        outcome = _run(head, node, hub, store.port, stopped, tell, lookout)
     if stopped.by:
         raise Interrupted(stopped.by)
     if outcome.sentence:
@@ -88,9 +96,10 @@ def die_with_launcher(launcher: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _run(head: Head, node: Node, hub: Hub | None, port: int, stopped: Stopped, tell: Tell) -> Outcome:
+def _run(head: Head, node: Node, hub: Hub | None, port: int, stopped: Stopped, tell: Tell, lookout: Lookout) -> Outcome:
     """Carry facts to the head and its orders to the nodes, until the run is over."""
     ending = told = False
+    asked = time.monotonic()
     while head.outcome is None and not stopped.at_once:
         select.select([*node.fds, *(hub.fds if hub else ())], [], [], LOOK_EVERY)
         now = time.monotonic()
@@ -110,9 +119,15 @@ def _run(head: Head, node: Node, hub: Hub | None, port: int, stopped: Stopped, t
                     stopped.by = stopped.by or number  # one CTRL-C that reaches all nodes is no second one
                 case Blind(host):
                     head.blind(host, now)
+                case Unfit(host, why):
+                    head.unfit(host, why)
         if stopped.by and not ending:
             ending = True
             head.end(Outcome(sentence=f"the run was stopped by {signal.Signals(stopped.by).name}"))
+        if hub and head.is_waiting and now - asked > ASK_EVERY:
+            asked = now
+            if why := lookout():
+                head.end(Outcome(sentence=f"the run stopped while it waited for nodes, since {why}", cut_off=True))
         head.tick(now)
         _pass_on(head, node, hub, port)
         if ending and not told:

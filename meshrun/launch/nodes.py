@@ -65,6 +65,14 @@ class Blind:
 
 
 @dataclass(frozen=True)
+class Unfit:
+    """A node that was to take part cannot: it has failed before it could join."""
+
+    host: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Said:
     """What a node tells of its ranks."""
 
@@ -104,7 +112,7 @@ class Hub:
         for peer in filter(_is_member, list(self._peers.values())):
             peer.wire.send({"alive": True})
 
-    def news(self, now: float) -> Iterator[Joined | Left | Said | Asked | Blind]:
+    def news(self, now: float) -> Iterator[Joined | Left | Said | Asked | Blind | Unfit]:
         """All that has come, from nodes and of them."""
         ready = select.select(self.fds, [], [], 0)[0]
         if self._server.fileno() in ready:
@@ -127,7 +135,7 @@ class Hub:
         self._peers[peer.id] = peer
         peer.wire.send({"run": str(self._run.resolve()), "nonce": peer.nonce})
 
-    def _listen(self, peer: _Peer, now: float) -> Iterator[Joined | Said | Asked | Blind]:
+    def _listen(self, peer: _Peer, now: float) -> Iterator[Joined | Said | Asked | Blind | Unfit]:
         for said in peer.wire.receive():
             news = self._welcome(peer, said) if not peer.member else self._understood(peer, said)
             if news is not None:
@@ -137,10 +145,13 @@ class Hub:
         if peer.member:  # others have to become one in time
             peer.heard = now
 
-    def _welcome(self, peer: _Peer, said: Document) -> Joined | Blind | None:
+    def _welcome(self, peer: _Peer, said: Document) -> Joined | Blind | Unfit | None:
         match said:
+            case {"unfit": str(host), "why": str(why), "proof": str(proof)} if self._proves(peer, proof, host):
+                peer.wire.closed = True
+                return Unfit(host, why)
             case {"hello": str(host), "ranks": int(ranks), "proof": str(proof)} if (
-                secret.is_proof(proof, self._secret, peer.nonce) and host.isprintable() and 0 < ranks < 1 << 16
+                self._proves(peer, proof, host) and 0 < ranks < 1 << 16
             ):
                 peer.member = True
                 peer.wire.send({"welcome": peer.id})
@@ -151,6 +162,9 @@ class Hub:
                 return Blind(host)
         peer.wire.closed = True
         return None
+
+    def _proves(self, peer: _Peer, proof: str, host: str) -> bool:
+        return secret.is_proof(proof, self._secret, peer.nonce) and host.isprintable()
 
     def _forget(self, before: object) -> None:
         """A node that has come back is lost as what it was, though its old connection may not know it yet."""

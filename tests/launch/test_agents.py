@@ -25,9 +25,9 @@ from meshrun.errors import RunFailed, UserError
 from meshrun.launch import agents, secret
 from meshrun.launch.agents import likely_port, ranks_to_start
 from meshrun.launch.head import Outcome
-from meshrun.launch.nodes import Blind, Hub
+from meshrun.launch.nodes import Blind, Hub, Unfit
 from meshrun.world import World, detect
-from meshrun.world.rendezvous import publish
+from meshrun.world.rendezvous import lookup, publish
 from tests.launch.command import TINY, events, meshrun, wait_until
 from tests.launch.test_local import free_port
 
@@ -151,6 +151,36 @@ def test_a_node_that_does_not_see_the_runs_finds_the_first_node_all_the_same_and
     hub.finish(Outcome())
 
 
+def test_a_node_that_cannot_take_part_tells_the_first_one_why(tmp_path: Path):
+    run = tmp_path / "run"
+    run.mkdir()
+    first, second = (detect(of_task(node, job=str(os.getpid()))) for node in (0, 1))
+    hub = agents.open_hub(first, tmp_path, run, "127.0.0.1", None)
+    with ThreadPoolExecutor() as pool:
+        news = pool.submit(lambda: heard_by(hub, 5))
+        agents.excuse(second, tmp_path, "no such module")
+        assert news.result() == [Unfit(socket.gethostname(), "no such module")]
+    hub.finish(Outcome())
+    agents.give_up(first, tmp_path)
+    began = time.monotonic()
+    agents.excuse(second, tmp_path, "no such module")
+    assert time.monotonic() - began < 1, "nobody listens"
+
+
+def test_what_a_launch_that_gave_up_has_left_is_removed_by_the_next_of_its_name_and_after_an_hour_by_any(
+    tmp_path: Path,
+):
+    old, other, new = (detect(of_task(0, job=name)) for name in ("1", "2", "3"))
+    publish(tmp_path, other.job, 0, "127.0.0.1", 7)
+    agents.give_up(old, tmp_path)
+    for file in (tmp_path / ".rendezvous").iterdir():
+        os.utime(file, (1, 1))
+    agents.give_up(new, tmp_path)
+    assert [lookup(tmp_path, world.job, 0) for world in (old, other, new)] == [None, ("127.0.0.1", 7), ("", 0)]
+    agents.begin(new, tmp_path)
+    assert lookup(tmp_path, new.job, 0) is None
+
+
 def heard_by(hub: Hub, seconds: float) -> list[object]:
     found: list[object] = []
     end = time.monotonic() + seconds
@@ -190,3 +220,19 @@ def test_two_tasks_train_as_one_world_and_a_signal_to_either_stops_the_run_in_ti
     alone = meshrun(tasks.folder, "run", TINY, "--steps", stopped["step"], "--json").document
     assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
     assert result["sample_ids_sha256"] == alone["sample_ids_sha256"]
+
+
+def test_a_node_where_the_program_cannot_be_read_is_not_waited_for(tasks: Tasks):
+    first = tasks.start(0, "run", TINY, "--procs", 2, "--json")
+    second = tasks.start(1, "run", "missing.py", "--procs", 2)
+    out, err = first.communicate(timeout=60)
+    assert first.returncode == 0, err
+    assert json.loads(out)["world"] == 2
+    assert f"{socket.gethostname()} cannot take part: target 'missing.py' does not exist" in err
+    assert second.wait(20) == 2
+
+
+def test_where_the_first_node_cannot_begin_the_others_do_not_wait(tasks: Tasks):
+    tasks.start(0, "run", "missing.py", "--procs", 2)
+    second = tasks.start(1, "run", TINY, "--procs", 2)
+    assert second.wait(40) == 1

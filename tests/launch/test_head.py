@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshrun.launch.head import BLIND, LAST_CALL, LATE, Head, Member, Wanted
+from meshrun.launch.head import BLIND, COMPLETE, LAST_CALL, LATE, Head, Member, Wanted
 from meshrun.launch.job import Seat, Verdict
 from meshrun.launch.ranks import Ended, Gone, Stop
 
@@ -306,6 +306,31 @@ def test_nodes_that_were_started_together_begin_together_and_the_late_one_is_nam
     run.join("b")
     run.tick()
     assert {seat.size for seat in run.seats.values()} == {4}
+
+
+def test_a_node_that_says_it_cannot_take_part_is_not_waited_for():
+    run = expecting()
+    run.head.unfit("host-b", "no disk")
+    run.tick(LAST_CALL + 1)
+    assert run.seats["a"].size == 2
+    assert run.told == [("note", {"text": "host-b cannot take part: no disk"})]
+
+
+def test_where_the_others_are_too_few_without_a_node_that_cannot_take_part_its_reason_ends_the_run():
+    run = expecting(fits=even)
+    run.head.unfit("host-b", "no disk")
+    run.tick()
+    assert run.head.outcome is not None
+    assert run.head.outcome.sentence == "host-b cannot take part, and the others are too few: no disk"
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_nodes_that_can_begin_wait_for_a_silent_one_for_minutes_and_not_for_the_whole_patience(fits: bool):
+    run = Run(nodes=1, wanted=Wanted(1, 2, patience=600, expected=2, fits=lambda _: fits))
+    run.tick(COMPLETE - 1)
+    assert not run.seats
+    run.tick(2)
+    assert bool(run.seats) == fits and run.head.outcome is None
 
 
 def test_after_the_patience_those_begin_that_came():

@@ -70,11 +70,27 @@ def test_one_ctrl_c_that_reaches_all_nodes_lets_ranks_finish_their_step():
     head = Head(0, Wanted(), silent)
     head.join(Member(local.ME, "host", 1), 0.0)
     head.tick(0.0)
-    local._run(head, node, Others(), 1, stopped, silent)  # type: ignore[arg-type]
+    local._run(head, node, Others(), 1, stopped, silent, lambda: "")  # type: ignore[arg-type]
     assert node.stops == [Stop(final=True)] and not node.busy
     assert not stopped.at_once
     stopped.note(signal.SIGINT)
     assert stopped.at_once
+
+
+class Nobody(Others):
+    """A hub where no node has come."""
+
+    def news(self, _now: float) -> list[Asked]:
+        return []
+
+
+def test_a_run_that_waits_for_nodes_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(local, "ASK_EVERY", 0.2)
+    head, said = Head(0, Wanted(2, 2), silent), iter(["", "the job ends in 0 s"])
+    outcome = local._run(head, Ranks(), Nobody(), 1, Stopped(), silent, lambda: next(said))  # type: ignore[arg-type]
+    assert outcome.cut_off and outcome.sentence == (
+        "the run stopped while it waited for nodes, since the job ends in 0 s"
+    )
 
 
 def heard(first: Open, asks_for_all: bool) -> list[object]:

@@ -1,0 +1,72 @@
+"""What the launcher looks at while there are no ranks, and what a signal leaves behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from meshrun.cli.launcher import _obeyed, _stopped_in_time, lookout_of
+from meshrun.config import RunConfig, RunDirectory
+from meshrun.errors import CutOff, RunFailed
+from meshrun.launch.job import Interrupted
+from meshrun.launch.post import Ends
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(RunConfig(target="digits", runs=tmp_path))
+
+
+def test_a_run_without_ranks_sees_the_stop_file(run: RunDirectory):
+    look = lookout_of(run, RunConfig("digits"), {})
+    assert look() == ""
+    run.stop_file.touch()
+    assert look() == f"{run.stop_file} was made"
+
+
+@pytest.mark.parametrize(("left", "over"), [(-1, True), (100, False)])
+def test_a_run_without_ranks_sees_the_clock(run: RunDirectory, left: float, over: bool):
+    env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time() + left)), "PATH": os.devnull}
+    why = lookout_of(run, RunConfig("digits"), env)()
+    assert why.startswith("the job ends in") if over else why == ""
+
+
+def test_a_stop_file_does_not_outlive_the_start_that_it_was_made_for(run: RunDirectory):
+    with pytest.raises(ZeroDivisionError), _obeyed(run):
+        run.stop_file.touch()
+        raise ZeroDivisionError
+    assert not run.stop_file.exists()
+
+
+@pytest.mark.parametrize("name", ["stopped.json", "result.json"])
+def test_what_a_start_before_has_written_is_no_answer_to_a_signal(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str
+):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    document = {"result": {"steps": 3}} if name == "stopped.json" else {"steps": 3}
+    (run.path / name).write_text(json.dumps(document))
+    os.utime(run.path / name, (1, 1))
+    ends = Ends(run)
+    with pytest.raises(CutOff, match="stopped by SIGTERM; what was reached is in"):
+        _stopped_in_time(run, Interrupted(signal.SIGTERM), ends)
+    (run.path / name).write_text(json.dumps(document))
+    assert _stopped_in_time(run, Interrupted(signal.SIGTERM), ends) == {"steps": 3}
+    with pytest.raises(RunFailed) as ended:
+        _stopped_in_time(run, Interrupted(signal.SIGINT), ends)
+    assert not isinstance(ended.value, CutOff)
+
+
+def test_outside_of_jobs_a_run_that_stopped_in_time_when_asked_to_has_done_so(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    ends = Ends(run)
+    run.stopped_file.write_text(json.dumps({"result": {"steps": 3}}))
+    assert _stopped_in_time(run, Interrupted(signal.SIGUSR2), ends) == {"steps": 3}
+    with pytest.raises(RunFailed, match="stopped by SIGTERM"):
+        _stopped_in_time(run, Interrupted(signal.SIGTERM), ends)
