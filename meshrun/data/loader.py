@@ -10,9 +10,17 @@ in other processes, pins memory and keeps batches ready; which samples it reads 
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +32,9 @@ from meshrun.experiment import MapDataset
 
 _BY_A_READER = "in DataLoader worker process"
 """What torch adds to errors of the dataset itself."""
+
+FOR_RANKS = (signal.SIGTERM, signal.SIGUSR2)
+"""What Slurm sends to all processes of a job that is to end."""
 
 
 class ReaderLost(RunFailed):
@@ -126,10 +137,47 @@ def _read(dataset: MapDataset, pieces: Iterator[list[int]], reading: Reading) ->
             prefetch_factor=reading.prefetch if reading.workers else None,
             # Of its own: it would else draw from the program's, once more for every time that a run goes on.
             generator=torch.Generator().manual_seed(reading.seed),
+            worker_init_fn=partial(_listen_to_the_rank_alone, os.getpid()),
         )
-        return _by_readers(iter(loader)) if reading.workers else iter(loader)
+        if not reading.workers:
+            return iter(loader)
+        with _blocked():  # readers are born so
+            return _by_readers(iter(loader))
     collate = reading.collate or default_collate
     return (collate(numbered.__getitems__(piece)) for piece in pieces)
+
+
+@contextlib.contextmanager
+def _blocked() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_RANKS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _listen_to_the_rank_alone(rank: int, _number: int) -> None:
+    """In a reader: what announces the end of a job is for ranks, who still need their readers to finish a step.
+
+    A reader ends when its rank tells it to, or is gone. Programs that a dataset starts inherit this.
+    """
+    if sys.platform != "linux":  # where no Slurm is, and nobody says who has sent a signal
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_RANKS)  # one from a server of forks was not born so
+    threading.Thread(target=_end_when_told_by, args=(rank,), name="sigterm", daemon=True).start()
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it went before that, and the kernel tells nobody
+        os._exit(1)
+
+
+def _end_when_told_by(rank: int) -> None:
+    assert sys.platform == "linux"
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
+        pass
+    os._exit(0)
 
 
 def _by_readers(batches: Iterator[Any]) -> Iterator[Any]:

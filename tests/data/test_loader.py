@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections import UserDict, namedtuple
+from collections.abc import Callable
 
+import psutil
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,6 +28,7 @@ from meshrun.data.loader import (
     to_device,
 )
 from meshrun.data.order import Cut, Order
+from tests.launch.command import is_alive, wait_until
 
 ALONE = Reading()
 
@@ -45,6 +52,14 @@ class Broken(Squares):
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         if index == 13:
             raise ValueError("bad jpeg")
+        return super().__getitem__(index)
+
+
+class Slow(Squares):
+    """All but the first four take a minute each."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0 if index < 4 else 60)
         return super().__getitem__(index)
 
 
@@ -218,3 +233,55 @@ def test_a_reader_that_was_killed_is_told_from_an_error_of_the_dataset(first: in
     with pytest.raises((ReaderLost, RuntimeError) if lost else FileNotFoundError) as error:
         list(steps)
     assert has_lost_a_reader(error.value) == lost
+
+
+@pytest.fixture
+def readers() -> Callable[[], list[psutil.Process]]:
+    """The readers that a test has made, once they have read."""
+    before = psutil.Process().children()
+    return lambda: [each for each in psutil.Process().children() if each not in before]
+
+
+def test_readers_hear_their_rank_alone(readers):
+    """Slurm signals all processes of a job, and ranks need their readers to stop after a whole step."""
+    loader = Loader(Squares(40), Order(40, 8, 1), 0, 1, Reading(workers=2, prefetch=1))
+    steps = loader.steps(0, 5)
+    read = samples_of(next(steps))
+    found = readers()
+    assert len(found) == 2
+    for name in ("TERM", "USR2"):
+        subprocess.run(["kill", f"-{name}", *(str(each.pid) for each in found)], check=True)
+    for data in steps:
+        read += samples_of(data)
+    assert sorted(read) == list(range(40))
+    assert not any(is_alive(each.pid) for each in found)
+
+
+def test_readers_end_when_their_rank_says_so_whatever_they_are_at(readers):
+    steps = Loader(Slow(8), Order(8, 4, 1, shuffle=False), 0, 1, Reading(workers=1)).steps(0, 2)
+    next(steps)
+    (reader,) = readers()
+    reader.terminate()
+    wait_until(lambda: not is_alive(reader.pid), 5)
+    steps.close()
+
+
+def test_readers_go_with_a_rank_that_is_killed():
+    command = [sys.executable, "-c", "from tests.data.test_loader import keep_readers_busy; keep_readers_busy()"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == "read\n"
+        (reader,) = psutil.Process(rank.pid).children()
+        rank.kill()
+        try:
+            wait_until(lambda: not is_alive(reader.pid), 5)
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                reader.kill()
+
+
+def keep_readers_busy() -> None:
+    """In a process of its own: one reader, in the middle of something long."""
+    steps = Loader(Slow(8), Order(8, 4, 1, shuffle=False), 0, 1, Reading(workers=1)).steps(0, 2)
+    next(steps)
+    print("read", flush=True)
+    signal.pause()
