@@ -1,7 +1,7 @@
 """From the words of `submit` to the job that they ask for: its runs, what it asks Slurm for, and its script's contents.
 
-    plan = planned(["digits", "--nodes", "2", "--gpus-per-node", "4"])
-    script(plan.submission)              # nothing is made, asked of Slurm, or imported for it
+    plan = planned(["digits", "--nodes", "2"], here=cluster_here(PATIENCE))
+    script(plan.submission)              # nothing is made or imported for it
 
 `rehearse` reads the same words.
 """
@@ -21,15 +21,18 @@ from meshrun.cli.job_options import options_in_text, parse_submit
 from meshrun.cli.options import run_options
 from meshrun.config import RunConfig, seconds_in
 from meshrun.errors import UserError
-from meshrun.launch import limits
+from meshrun.launch import limits, probe
 from meshrun.launch.submission import LINKS, Element, Resources, Rules, Submission, rules_of
 from meshrun.layout import Layout, parse
+from meshrun.train.interval import parse as parse_interval
 from meshrun.world import walltime
 from meshrun.world.environment import inherited
 from meshrun.world.profile import Site
 from meshrun.world.sites import found_here, load
 from meshrun.world.slurm import has_account
 
+PATIENCE = 2.0
+"""Seconds that who only looks at a job waits for Slurm."""
 MOST_ELEMENTS = 1000
 """Runs of a sweep: more of them is a typing error, or a cluster's whole queue."""
 
@@ -53,6 +56,15 @@ class Plan:
     site: Site | None
 
 
+def cluster_here(patience: float) -> Site | None:
+    """What Slurm says of the cluster that this machine is part of; if it does not, the user is told so."""
+    site, why_not = probe.found(patience)
+    if why_not:
+        unknown = "so it is not known here which partitions, limits and GPUs there are"
+        print(f"meshrun: {why_not}, {unknown}", file=sys.stderr)
+    return site
+
+
 def planned(words: list[str], command: str = "submit", static: bool = True, here: Site | None = None) -> Plan | None:
     """What the words ask for; None when they only asked for help. `here` is what Slurm says of this cluster."""
     asked = parse_submit(words, command, static)
@@ -71,7 +83,7 @@ def _site(name: str | None, here: Site | None) -> Site | None:
     """The site that was named, or the one whose profile matches this machine, or what Slurm says of it."""
     if name is not None:
         return load(name)
-    return found_here(inherited(), here.name if here else None, socket.gethostname()) or here
+    return found_here(inherited(), here.cluster if here else None, socket.gethostname()) or here
 
 
 def _resources(asked: Asked, site: Site | None) -> Resources:
@@ -181,6 +193,7 @@ def _rejoined(parts: Sequence[str], begins: Callable[[str], bool]) -> list[str]:
 
 def _for_job(config: RunConfig, asked: Resources, site: Site | None) -> RunConfig:
     """The run as its job starts it: ranks of a node, nodes, and all paths as every node sees them."""
+    parse_interval(config.checkpoint)
     layout = parse(config.layout)
     layout.resolve(asked.ranks, asked.procs, config.allow_tp_across_nodes)
     fewer = any(_fits(layout, nodes * asked.procs, config) for nodes in range(1, asked.nodes))

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshrun.cli.job_plan import Plan, planned
+from meshrun.cli.job_plan import PATIENCE as WAIT_FOR_SLURM
+from meshrun.cli.job_plan import Plan, cluster_here, planned
 from meshrun.cli.options import Option, options_of, run_options, to_document
 from meshrun.cli.target import Target
 from meshrun.config import RunConfig, RunDirectory, write_whole
@@ -58,7 +59,8 @@ def rehearse_command(words: list[str]) -> int:
     """Returns 0; a job that fails is an error in its own words."""
     as_json = "--json" in words and "--help" not in words
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        plan = planned(words, "rehearse", static=False)
+        here = cluster_here(WAIT_FOR_SLURM) if "--help" not in words else None
+        plan = planned(words, "rehearse", static=False, here=here)
         if plan is None:
             return 0
         small = _small(plan)

@@ -74,13 +74,13 @@ def probe_command(
 ) -> None:
     """Ask Slurm about the cluster that this machine is part of."""
     del debug  # for `main`
-    from meshrun.launch.probe import ask_slurm, probe
+    from meshrun.launch.probe import asking, probe
     from meshrun.launch.slurm import Slurm
     from meshrun.world.environment import inherited
     from meshrun.world.network import interfaces
 
     Slurm.here()
-    site = probe(ask_slurm, inherited(), interfaces())
+    site = probe(asking(), inherited(), interfaces())
     if save is None:
         _show(site, as_json)
         return
@@ -125,10 +125,10 @@ def _cluster_name() -> str | None:
     """What Slurm calls the cluster; None where there is no Slurm, or where it does not answer."""
     if shutil.which("scontrol") is None:
         return None
-    from meshrun.launch.probe import CONFIG, ask_slurm, settings
+    from meshrun.launch.probe import CONFIG, asking, settings
 
     try:
-        return settings(ask_slurm(*CONFIG)).get("ClusterName")
+        return settings(asking()(*CONFIG)).get("ClusterName")
     except (RunFailed, UserError):
         return None
 

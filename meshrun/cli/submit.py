@@ -18,24 +18,23 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from meshrun.cli.job_plan import Plan, planned
+from meshrun.cli.job_plan import PATIENCE, Plan, cluster_here, planned
 from meshrun.config import RunDirectory, write_whole
 from meshrun.errors import RunFailed, UserError
 from meshrun.launch import limits
 from meshrun.launch.chain import Record
-from meshrun.launch.probe import ask_slurm, probe
 from meshrun.launch.script import script
-from meshrun.launch.slurm import Slurm
+from meshrun.launch.slurm import TIMEOUT, Slurm
 from meshrun.launch.submission import Element, Submission
 from meshrun.layout import parse
-from meshrun.world.profile import Site
 
 
 def submit_command(words: list[str]) -> int:
     if "--dry-run" in words or "--help" in words:
-        plan = planned(words, static="--help" not in words)
+        asks = "--help" not in words
+        plan = planned(words, static=asks, here=cluster_here(PATIENCE) if asks else None)
         return _shown(plan) if plan is not None else 0
-    slurm = Slurm.here()
+    slurm = Slurm.here("look at the job here (--dry-run prints its script, meshrun rehearse plays it)")
     # What the target prints while it is imported is no part of the one document on standard output.
     with contextlib.redirect_stdout(sys.stderr) if "--json" in words else contextlib.nullcontext():
         plan = _checked(words)
@@ -53,14 +52,6 @@ def submit_command(words: list[str]) -> int:
     return follow(slurm, submission.run, told if as_json else None)
 
 
-def _probed() -> Site | None:
-    """What Slurm says of this cluster; nothing at a site that does not let users ask, or while it does not answer."""
-    try:
-        return probe(ask_slurm)
-    except RunFailed:
-        return None
-
-
 def _shown(plan: Plan) -> int:
     text = script(plan.submission)
     if plan.asked.as_json:
@@ -72,9 +63,7 @@ def _shown(plan: Plan) -> int:
 
 def _checked(words: list[str]) -> Plan:
     """What the words ask for; what cannot work is refused before anything waits in a queue for it."""
-    from meshrun.train.interval import parse as parse_interval
-
-    here = _probed()
+    here = cluster_here(TIMEOUT)
     # First what can be refused at once: importing the target takes seconds.
     planned(words, here=here)
     plan = planned(words, static=False, here=here)
@@ -82,7 +71,6 @@ def _checked(words: list[str]) -> Plan:
     asked, resources = plan.asked, plan.submission.resources
     for choice in plan.choices:
         config = choice.config
-        parse_interval(config.checkpoint)
         layout = parse(config.layout).resolve(resources.ranks, resources.procs, config.allow_tp_across_nodes)
         if layout.dp < layout.size:
             from meshrun.cli.rank import how_of, override

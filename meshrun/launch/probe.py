@@ -1,21 +1,23 @@
 """What Slurm itself says about a cluster of which there is no profile, as a profile.
 
-    here = probe(ask_slurm)                  # a Site: its partitions with their limits, GPUs and cores of a node
-    partitions(ask_slurm)                    # only the limits
-    to_text(here)                            # a file to save and edit (meshrun sites probe --save NAME)
+    site = probe(asking())                   # a Site: its partitions with their limits, GPUs and cores of a node
+    site, why_not = found(patience=2.0)      # the same, where nothing may wait for a Slurm that does not answer
+    to_text(site)                            # a file to save and edit (meshrun sites probe --save NAME)
 
-Everything but `ask_slurm` is a pure function of what sinfo and scontrol print. What they do not say is left out.
+Everything but `asking` is a pure function of what sinfo and scontrol print. What they do not say is left out.
 """
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from meshrun.errors import RunFailed, UserError
-from meshrun.launch.slurm import run_command
+from meshrun.launch.slurm import TIMEOUT, is_here, run_command
 from meshrun.world import walltime
 from meshrun.world.environment import module_system, of_new_job
 from meshrun.world.hostlist import expand_hosts
@@ -49,20 +51,39 @@ class Kind:
     threads: int | None
 
 
-def ask_slurm(*words: str) -> str:
-    """What a command of Slurm prints here."""
-    ended = run_command(words, of_new_job())
-    if ended.returncode:
-        said = " ".join((ended.stderr or ended.stdout).split()) or "without a word"
-        raise RunFailed(f"{' '.join(words[:3])} failed: {said}")
-    return ended.stdout
+def asking(patience: float = TIMEOUT) -> Ask:
+    """Asks the Slurm of this machine; all questions together have so many seconds from now on."""
+    give_up = time.monotonic() + patience
+
+    def ask(*words: str) -> str:
+        ended = run_command(words, of_new_job(), max(0.0, give_up - time.monotonic()))
+        if ended.returncode:
+            said = (ended.stderr or ended.stdout).strip().splitlines() or ["without a word"]
+            raise RunFailed(f"{' '.join(words[:3])} failed: {said[-1]}")
+        return ended.stdout
+
+    return ask
+
+
+def found(patience: float) -> tuple[Site | None, str]:
+    """What Slurm says of this cluster; else why that is not known, which is no news where there is no Slurm."""
+    if not is_here():
+        return None, ""
+    began = time.monotonic()
+    try:
+        return probe(asking(patience)), ""
+    except RunFailed as error:
+        late = time.monotonic() - began >= patience
+        return None, f"Slurm has not answered within {patience:g} s" if late else str(error)
 
 
 def probe(ask: Ask, env: Mapping[str, str] | None = None, interfaces: Sequence[Interface] = ()) -> Site:
     """The profile of the cluster whose Slurm is asked; `env` and `interfaces` are of the machine that asks."""
-    config = settings(ask(*CONFIG))
-    kinds = kinds_of_nodes(ask(*NODES))
-    found = partitions_of(ask(*PARTITIONS), kinds)
+    # Side by side, since each takes as long as the controller lets it wait.
+    with ThreadPoolExecutor() as threads:
+        of_cluster, of_nodes, of_partitions = threads.map(lambda words: ask(*words), (CONFIG, NODES, PARTITIONS))
+    config, kinds = settings(of_cluster), kinds_of_nodes(of_nodes)
+    found = partitions_of(of_partitions, kinds)
     cluster = config.get("ClusterName", "")
     chosen = _to_train_in(found)
     values: dict[str, Value] = {}
@@ -75,7 +96,7 @@ def probe(ask: Ask, env: Mapping[str, str] | None = None, interfaces: Sequence[I
     kind = max(of_chosen, key=lambda kind: (kind.gpus, kind.count), default=None)
     if chosen is not None and kind is not None:
         with_gpus = kind.gpus > 0
-        cores = _usable_cores(ask, chosen, kind)
+        cores = _usable_cores(ask, _blocks(of_partitions)[chosen.name], kind)
         say("gpu", kind.gpu, "sinfo")
         say("gpus_per_node", kind.gpus, "sinfo")
         say("cores_per_node", cores, "scontrol show node")
@@ -92,14 +113,8 @@ def probe(ask: Ask, env: Mapping[str, str] | None = None, interfaces: Sequence[I
     name = re.sub("[^A-Za-z0-9.-]", "-", cluster).strip(".-") or "here"
     version = next((f", Slurm {value}" for name, value in config.items() if name.endswith("_VERSION")), "")
     detect = Detect(cluster=(f"^{re.escape(cluster)}$",), source="scontrol show config", verified=True)
-    return Site(
-        name, f"the cluster {cluster or 'here'}{version}", values, found, detect=detect if cluster else Detect()
-    )
-
-
-def partitions(ask: Ask) -> tuple[Partition, ...]:
-    """The partitions of the cluster, with their limits."""
-    return partitions_of(ask(*PARTITIONS), kinds_of_nodes(ask(*NODES)))
+    title = f"the cluster {cluster or 'here'}{version}"
+    return Site(name, title, values, found, detect=detect if cluster else Detect(), cluster=cluster)
 
 
 def settings(text: str) -> dict[str, str]:
@@ -136,11 +151,8 @@ def gpus_in(gres: str) -> tuple[int, str | None]:
 def partitions_of(text: str, kinds: Sequence[Kind]) -> tuple[Partition, ...]:
     """The lines that `PARTITIONS` prints; what a partition's nodes have is in `kinds`."""
     found = []
-    for block in re.split(r"(?=\bPartitionName=)", text):
-        about = dict(_PAIR.findall(block))
-        if "PartitionName" not in about:
-            continue
-        name, nodes, most = about["PartitionName"], about.get("TotalNodes", ""), about.get("MaxNodes", "")
+    for name, about in _blocks(text).items():
+        nodes, most = about.get("TotalNodes", ""), about.get("MaxNodes", "")
         total = int(nodes) if nodes.isdecimal() else None
         each_job = int(most) if most.isdecimal() else None
         notes = [
@@ -163,6 +175,12 @@ def partitions_of(text: str, kinds: Sequence[Kind]) -> tuple[Partition, ...]:
     return tuple(found)
 
 
+def _blocks(text: str) -> dict[str, dict[str, str]]:
+    """What is said of each partition, by its name."""
+    found = [dict(_PAIR.findall(block)) for block in re.split(r"(?=\bPartitionName=)", text)]
+    return {about["PartitionName"]: about for about in found if "PartitionName" in about}
+
+
 def _time(text: str) -> str | None:
     """In one form, whatever the version; None for what is no time."""
     try:
@@ -177,12 +195,11 @@ def _to_train_in(found: Sequence[Partition]) -> Partition | None:
     return max(usable, key=lambda each: (bool(each.gpus_per_node), each.default, each.nodes or 0), default=None)
 
 
-def _usable_cores(ask: Ask, partition: Partition, kind: Kind) -> int | None:
+def _usable_cores(ask: Ask, partition: Mapping[str, str], kind: Kind) -> int | None:
     """Physical cores that jobs may have: a site may keep some of a node for itself, and only the node says so."""
     threads = kind.threads or 1
     try:
-        about = dict(_PAIR.findall(ask(*PARTITIONS, partition.name)))
-        first = expand_hosts(about.get("Nodes", ""))[0]
+        first = expand_hosts(partition.get("Nodes", ""))[0]
         about = dict(_PAIR.findall(ask(*NODE, first)))
     except (RunFailed, UserError, IndexError):
         return kind.cores

@@ -59,18 +59,25 @@ class Job:
         return self.state in OVER
 
 
-def run_command(argv: Sequence[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands to its end."""
+def run_command(
+    argv: Sequence[str], env: Mapping[str, str], patience: float = TIMEOUT
+) -> subprocess.CompletedProcess[str]:
+    """Run one of Slurm's commands to its end, which it has so many seconds for."""
     try:
         return subprocess.run(
-            argv, env=dict(env), capture_output=True, text=True, errors="replace", timeout=TIMEOUT, check=False
+            argv, env=dict(env), capture_output=True, text=True, errors="replace", timeout=patience, check=False
         )
     except subprocess.TimeoutExpired:
         raise RunFailed(
-            f"{argv[0]} has not answered within {TIMEOUT:.0f} s; Slurm may be down, try again later"
+            f"{argv[0]} has not answered within {patience:.0f} s; Slurm may be down, try again later"
         ) from None
     except OSError as error:
         raise UserError(f"{argv[0]} cannot be started: {error.strerror}") from None
+
+
+def is_here() -> bool:
+    """Whether this machine has Slurm's commands."""
+    return shutil.which("sbatch") is not None and shutil.which("squeue") is not None
 
 
 @dataclass(frozen=True)
@@ -80,12 +87,12 @@ class Slurm:
     run: Run = run_command
 
     @classmethod
-    def here(cls) -> Slurm:
-        """Refuses in a sentence where there is none."""
-        if shutil.which("sbatch") is None or shutil.which("squeue") is None:
+    def here(cls, instead: str = "") -> Slurm:
+        """Refuses in a sentence where there is none, and says what can be done here `instead`."""
+        if not is_here():
+            other = f", or {instead}" if instead else ""
             raise UserError(
-                "no Slurm on this machine: there is no sbatch; submit on a login node of the cluster, "
-                "or look at the job here (--dry-run prints its script, meshrun rehearse plays it)"
+                f"no Slurm on this machine: there is no sbatch; run this on a login node of the cluster{other}"
             )
         return cls()
 

@@ -104,6 +104,8 @@ class Site:
     srun: tuple[Value, ...] = ()
     detect: Detect = Detect()
     file: Path | None = None
+    cluster: str = field(default="", compare=False)
+    """Slurm's own name of the cluster, where it was asked."""
 
     def get(self, key: str) -> Any:
         """The value of a key, or None where the profile does not know it."""

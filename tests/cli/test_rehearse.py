@@ -26,6 +26,8 @@ def call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # Slurm's commands may be here without any cluster.
+    monkeypatch.setattr("meshrun.launch.probe.is_here", lambda: False)
 
     def called(*words: object) -> Ended:
         with pytest.raises(SystemExit) as ended:

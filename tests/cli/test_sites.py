@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import stat
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from meshrun.cli.main import main
-
-RECORDED = Path(__file__).parent.parent / "launch/slurm_22_05"
+from tests.launch.test_probe import recorded_slurm
 
 
 @pytest.fixture
@@ -32,23 +30,7 @@ def ask(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
 
 @pytest.fixture
 def slurm(tmp_path: Path) -> None:
-    """Slurm's commands, which print what those of 22.05 printed."""
-    cases = "\n".join(
-        f'  "{words}") exec /bin/cat {RECORDED / file} ;;'
-        for words, file in {
-            "scontrol show config": "config.txt",
-            "scontrol --oneliner show partition": "partitions.txt",
-            "scontrol --oneliner show partition main": "partition_main.txt",
-            "scontrol --oneliner show node n1": "node.txt",
-        }.items()
-    )
-    nodes = f"  sinfo*) exec /bin/cat {RECORDED / 'nodes.txt'} ;;"
-    script = f'#!/bin/sh\ncase "${{0##*/}} $*" in\n{cases}\n{nodes}\nesac\nexit 1\n'
-    (tmp_path / "bin").mkdir()
-    for name in ("scontrol", "sinfo", "sbatch", "squeue"):
-        path = tmp_path / "bin" / name
-        path.write_text(script)
-        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    recorded_slurm(tmp_path / "bin")
 
 
 def test_all_sites_are_listed_and_that_none_is_here(ask):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from meshrun.cli.static import static_options
 from meshrun.cli.target import Target, find, recipes
 from tests.cli.test_bad_input import check_refusal
 from tests.launch.command import Ended
+from tests.launch.test_probe import recorded_slurm
 
 EVERY_TYPE = str(Path(__file__).parent / "programs" / "every_type.py")
 DRY = ("--nodes", "2", "--gpus-per-node", "4", "--dry-run")
@@ -83,11 +85,75 @@ def test_dry_run_takes_less_than_half_a_second():
 
 
 def test_without_slurm_submit_says_what_can_be_done_here(call: Call, tmp_path: Path):
-    for command in (["submit", "digits", *DRY[:-1]], ["jobs"], ["follow", "digits-1"], ["cancel", "digits-1"]):
-        check_refusal(
-            call(*command), r"^no Slurm on this machine: .*--dry-run prints its script, meshrun rehearse plays"
-        )
+    here = r"^no Slurm on this machine: there is no sbatch; run this on a login node of the cluster"
+    check_refusal(
+        call("submit", "digits", *DRY[:-1]),
+        here + r", or look at the job here \(--dry-run prints its script, meshrun rehearse plays it\)$",
+    )
+    for command in (["jobs"], ["follow", "digits-1"], ["cancel", "digits-1"]):
+        check_refusal(call(*command), here + "$")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def slurm(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Slurm's commands, which say what those of a cluster said, in a folder of their own."""
+    folder = tmp_path / "bin"
+    recorded_slurm(folder)
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def test_dry_run_shows_the_script_that_would_be_sent_here(call: Call, slurm: Path):
+    shown = call("submit", "digits", "--nodes", 4, "--dry-run")
+    assert (shown.status, shown.err) == (0, "")
+    asked = {line.removeprefix("#SBATCH ") for line in shown.out.splitlines() if line.startswith("#SBATCH")}
+    assert {"--nodes=4", "--gres=gpu:4", "--cpus-per-task=8", "--partition=main"} <= asked
+    assert "\n# Site: the cluster virtual, Slurm 22.05.8.\n" in shown.out
+
+
+def test_dry_run_takes_the_profile_of_the_cluster_that_it_is_on(call: Call, slurm: Path, tmp_path: Path):
+    assert call("sites", "probe", "--save", "lab").status == 0
+    path = tmp_path / "meshrun/sites/lab.toml"
+    path.write_text(path.read_text().replace('"the cluster virtual, Slurm 22.05.8"', '"The lab"'))
+    shown = call("submit", "digits", "--nodes", 4, "--dry-run")
+    assert "\n# Site: The lab.\n" in shown.out
+    assert shown.out == call("submit", "digits", "--nodes", 4, "--dry-run", "--site", "lab").out.replace(
+        " --site lab", ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--gpus-per-node", 9], r"^gpus_per_node is 9, but a node of partition main has 4; "),
+        (["--partition", "nope"], r"^there is no partition 'nope'; there are main, short \(--partition\)$"),
+        (["--time", "9d"], r"^time is 9-00:00:00, but partition main ends jobs after 1-00:00:00"),
+        (["--nodes", 77], r"^nodes is 77, but partition main has 4"),
+        (["--checkpoint", "often"], r"^checkpoint is 'often'; "),
+    ],
+)
+@pytest.mark.parametrize("command", ["submit", "rehearse"])
+def test_dry_run_and_rehearse_refuse_what_submit_does(
+    call: Call, slurm: Path, command: str, words: list[object], sentence: str
+):
+    dry = ["--dry-run"] if command == "submit" else []
+    check_refusal(call(command, "digits", *words, *dry), sentence)
+
+
+def test_dry_run_waits_two_seconds_for_a_controller_that_does_not_answer(
+    call: Call, slurm: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (slurm / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    monkeypatch.setattr("meshrun.cli.submit.PATIENCE", 0.3)
+    began = time.monotonic()
+    shown = call("submit", "digits", *DRY)
+    assert shown.status == 0 and shown.out.startswith("#!/bin/bash\n") and time.monotonic() - began < 10
+    assert shown.sentences == [
+        "Slurm has not answered within 0.3 s, so it is not known here which partitions, limits and GPUs there are"
+    ]
+    asked = call("submit", "digits", "--dry-run")
+    assert asked.status == 2 and asked.sentences[-1].startswith("how many GPUs a node has is not known here; ")
 
 
 REFUSALS: dict[str, tuple[list[object], str]] = {
