@@ -25,6 +25,7 @@ from meshrun.cli.command import Asked
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import CutOff, RunFailed, SharedError, UserError
 from meshrun.launch import agents
+from meshrun.launch.anew import run_of
 from meshrun.launch.head import Wanted
 from meshrun.launch.job import PARENT, Interrupted, Job, Tell, Verdict
 from meshrun.launch.local import Lookout, launch
@@ -41,7 +42,7 @@ from meshrun.observe.report import write_report
 from meshrun.observe.story import Follow, Story
 from meshrun.observe.watch import Watcher
 from meshrun.train.deadline import deadline_of
-from meshrun.world import World
+from meshrun.world import World, detect
 from meshrun.world.environment import inherited
 from meshrun.world.rendezvous import own_address
 from meshrun.world.slurm import in_job, job_id
@@ -59,12 +60,12 @@ def lead(asked: Asked, nursery: Nursery | None, wanted: Wanted, open_hub: OpenHu
     """Start the ranks of this node, decide for all nodes, and return the result."""
     config = asked.config
     assert config.procs is not None
-    run = asked.run or RunDirectory.create(config)
+    run = asked.run or run_of(config, detect(inherited()), inherited())
     began, ends = [time.time()], Ends(run)
     story = Story(Console(stderr=True), None if asked.as_json else sys.stdout)
     try:
         with (
-            lock(run),
+            lock(run, _say),
             _obeyed(run),
             _scene(run, str(os.getpid()), story, began) as (memory, tell),
             Follow(story, run.events_of(0), run.log_of(0)),
@@ -89,6 +90,11 @@ def lead(asked: Asked, nursery: Nursery | None, wanted: Wanted, open_hub: OpenHu
     if asked.target.entry is None:
         return {"run": str(run.path), "world": config.procs}
     return _reached(run)
+
+
+def _say(text: str) -> None:
+    """What is to be told before there is a story to tell it in."""
+    print(f"meshrun: {text}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

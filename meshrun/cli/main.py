@@ -1,7 +1,7 @@
 """The command `meshrun`: finds the command, gives it its options, and ends with a sentence and an exit status.
 
-Exit status: 0 when it worked, 2 for what the user gave, 1 for what failed, 75 for a run that was cut off and may go well
-another time. `--debug` shows the traceback as well.
+Exit status: 0 when it worked, 2 for what the user gave, 1 for what failed, 75 for a run that was cut off and may go
+well another time. `--debug` shows the traceback as well.
 """
 
 from __future__ import annotations

@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 import torch
 from torch.utils.data import Subset
@@ -29,11 +28,12 @@ from torch.utils.data import Subset
 import meshrun
 from meshrun import mesh
 from meshrun.cli.target import Target, find, make, place_of
-from meshrun.config import RunConfig, RunDirectory, write_json, write_whole
+from meshrun.config import RunConfig, RunDirectory, write_json
 from meshrun.data.loader import has_lost_a_reader
 from meshrun.data.staging import missing_of, use
 from meshrun.errors import CutOff, RunFailed, SharedError, UserError
 from meshrun.experiment import Experiment
+from meshrun.launch.anew import run_of
 from meshrun.launch.job import WORTH_A_RESTART
 from meshrun.launch.local import die_with_launcher
 from meshrun.launch.lock import lock
@@ -219,28 +219,14 @@ def _owned(
     config: RunConfig, here: mesh.Here, again: RunDirectory | None, held: contextlib.ExitStack
 ) -> tuple[str | None, str]:
     """On rank 0: the run directory, whose owner this process is from now on, or why it cannot be."""
-    run = again or _directory(config, here)
+    run = again or run_of(config, here.world, inherited())
     try:
-        held.enter_context(lock(run))
+        held.enter_context(lock(run, lambda text: print(f"meshrun: {text}", file=sys.stderr, flush=True)))
     except SharedError as error:
         return None, str(error)
     if again is not None:
         run.renew_config(config)
     return str(run.path), ""
-
-
-def _directory(config: RunConfig, here: mesh.Here) -> RunDirectory:
-    """A new run directory; for ranks that their launcher has started anew, the one that they had."""
-    world = here.world
-    if not world.job:
-        return RunDirectory.create(config)
-    note = config.runs / ".jobs" / quote(world.job, safe="")
-    if world.attempt and note.is_file() and (had := RunDirectory(Path(note.read_text()))).path.is_dir():
-        return had
-    run = RunDirectory.create(config)
-    note.parent.mkdir(exist_ok=True)
-    write_whole(note, str(run.path))
-    return run
 
 
 def _said_elsewhere(

@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshrun.config import RunDirectory
@@ -29,17 +29,22 @@ BEAT = 2.0
 """Seconds between two touches."""
 STALE = 15.0
 """Seconds without a touch after which a holder on another host counts as gone."""
+LEASE = 120.0
+"""Seconds after which a file server gives up the lock of a host that is gone, at the latest."""
 ORPHANS = 6.0
 """Seconds to wait for what a killed holder on this host has started, such as its readers: these hold the lock too."""
 
 
 @contextlib.contextmanager
-def lock(run: RunDirectory) -> Iterator[None]:
-    """Own the run until the end of the `with`; refuses in a sentence if somebody else does."""
+def lock(run: RunDirectory, note: Callable[[str], None] = lambda _text: None) -> Iterator[None]:
+    """Own the run until the end of the `with`; refuses in a sentence if somebody else does.
+
+    `note` is told why it takes its time, where it does.
+    """
     path = run.path / NAME
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        _take(run, path, file)
+        _take(run, path, file, note)
         _write(file, {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")})
         over = threading.Event()
         beating = threading.Thread(target=_beat, args=(file, over), name="lock", daemon=True)
@@ -59,14 +64,32 @@ def is_left(run: RunDirectory) -> bool:
     return (run.path / NAME).read_text() == json.dumps({})
 
 
-def _take(run: RunDirectory, path: Path, file: int) -> None:
+def _take(run: RunDirectory, path: Path, file: int, note: Callable[[str], None]) -> None:
     give_up = time.monotonic() + ORPHANS
     while not _flocked(file):
-        if not _has_died_here(_holder(path)) or time.monotonic() > give_up:
+        holder = _holder(path)
+        if _is_of_another_host(holder) and not _is_held_elsewhere(path):
+            note(f"waiting for the lock of {run.path}: {holder['host']}, which held it, gives no sign of life")
+            _outlast(run, path, file)
+            break
+        if not _has_died_here(holder) or time.monotonic() > give_up:
             raise SharedError(_refusal(run, path))
         time.sleep(0.05)
     if _is_held_elsewhere(path):
         raise SharedError(_refusal(run, path))
+
+
+def _outlast(run: RunDirectory, path: Path, file: int) -> None:
+    """A machine without power takes its lock along only when the file server has missed it for long enough."""
+    give_up, touched = time.monotonic() + LEASE, path.stat().st_mtime
+    while not _flocked(file):
+        if time.monotonic() > give_up or path.stat().st_mtime > touched:
+            raise SharedError(_refusal(run, path))
+        time.sleep(min(BEAT, 1.0))
+
+
+def _is_of_another_host(holder: dict[str, object]) -> bool:
+    return bool(holder) and holder.get("host") != socket.gethostname()
 
 
 def _flocked(file: int) -> bool:
@@ -95,8 +118,7 @@ def _has_died_here(holder: dict[str, object]) -> bool:
 
 def _is_held_elsewhere(path: Path) -> bool:
     """Whether another host holds it, on a file system whose locks end at the host."""
-    holder = _holder(path)
-    if not holder or holder.get("host") == socket.gethostname():
+    if not _is_of_another_host(_holder(path)):
         return False  # on this machine the kernel's lock would have told
     touched = path.stat().st_mtime
     if _clock_of(path.parent) - touched > STALE:

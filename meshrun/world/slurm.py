@@ -46,6 +46,12 @@ def restart_count(env: Env) -> int:
     return int(text) if text.isdecimal() else 0
 
 
+def place_in_job(env: Env) -> str | None:
+    """A name for this step of the job, the same when Slurm starts the job again; None outside of a job."""
+    job = job_id(env)
+    return f"slurm-{job}.{env.get('SLURM_STEP_ID') or 'batch'}" if job is not None else None
+
+
 def gpus_on_node(env: Env) -> int | None:
     """How many GPUs of this node the job has; None outside of a job, and where nothing says so."""
     if not in_job(env):

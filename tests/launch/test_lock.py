@@ -131,6 +131,35 @@ def test_an_owner_on_another_host_that_has_stopped_touching_is_gone(run: RunDire
         pass
 
 
+HOLDING_FOR_ANOTHER_HOST = """
+import fcntl, sys, time
+file = open(sys.argv[1], "r+")
+fcntl.flock(file, fcntl.LOCK_EX)
+print("held", flush=True)
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("seconds", [1.0, 60.0])
+def test_a_lock_that_the_file_server_keeps_for_a_dead_host_is_waited_for(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, seconds: float
+):
+    monkeypatch.setattr(locks, "BEAT", 0.1)
+    monkeypatch.setattr(locks, "LEASE", 3.0)
+    path, notes = held_by_another_host(run), list[str]()
+    command = [sys.executable, "-c", HOLDING_FOR_ANOTHER_HOST, str(path), str(seconds)]
+    server = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None and server.stdout.readline() == "held\n"
+        refused = pytest.raises(UserError, match="process 7 on elsewhere") if seconds > 3 else contextlib.nullcontext()
+        with refused, lock(run, notes.append):
+            pass
+    finally:
+        server.kill()
+        server.communicate()
+    assert notes == [f"waiting for the lock of {run.path}: elsewhere, which held it, gives no sign of life"]
+
+
 def test_only_the_clock_of_the_file_system_counts(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     """Were this machine's clock asked, an owner whose machine is an hour behind would count as gone at once."""
     monkeypatch.setattr(time, "time", lambda: pytest.fail("this machine's clock was asked"))

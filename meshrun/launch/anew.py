@@ -1,0 +1,49 @@
+"""The directory of a new run; for a command that is started anew, the one that it had.
+
+    run = run_of(config, world, inherited())
+
+torchrun starts lost ranks anew, and Slurm a whole job, with the same words both times: `meshrun run` in them is not to
+begin from nothing. What has the same place in its job, or the same launch of torchrun, leaves a note beside the runs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from urllib.parse import quote
+
+from meshrun.config import RunConfig, RunDirectory, write_json
+from meshrun.world import World
+from meshrun.world.slurm import place_in_job, restart_count
+
+FOLDER = ".jobs"
+
+
+def run_of(config: RunConfig, world: World, env: Mapping[str, str]) -> RunDirectory:
+    """Its directory, with a note for the next start. Each start takes what one before it has noted, and only once."""
+    starts = {world.job: world.attempt} if world.job else {}
+    if (place := place_in_job(env)) is not None:
+        # One script may train several things, one after the other.
+        digest = hashlib.sha256(json.dumps(config.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+        starts[f"{place}-{digest}"] = restart_count(env)
+    notes = {config.runs / FOLDER / quote(name, safe=""): start for name, start in starts.items()}
+    had = next(filter(None, (_noted(note, start) for note, start in notes.items())), None)
+    run = had or RunDirectory.create(config)
+    for note, start in notes.items():
+        note.parent.mkdir(exist_ok=True)
+        write_json(note, {"run": str(run.path), "start": start})
+    return run
+
+
+def _noted(note: Path, start: int) -> RunDirectory | None:
+    """The run that an earlier start than this one had, if it is still there."""
+    if not start:
+        return None
+    try:
+        found = json.loads(note.read_text())
+        run = RunDirectory(Path(found["run"]))
+        return run if found["start"] < start and (run.path / "config.json").is_file() else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
