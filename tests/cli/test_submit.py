@@ -96,29 +96,28 @@ def test_without_slurm_submit_says_what_can_be_done_here(call: Call, tmp_path: P
 
 
 @pytest.fixture
-def slurm(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Slurm's commands, which say what those of a cluster said, in a folder of their own."""
-    folder = tmp_path / "bin"
-    recorded_slurm(folder)
-    monkeypatch.setenv("PATH", str(folder))
-    return folder
+def on_cluster(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call:
+    """Runs a command line where Slurm's commands say what those of a cluster said; they lie in the folder bin."""
+    recorded_slurm(tmp_path / "bin")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    return call
 
 
-def test_dry_run_shows_the_script_that_would_be_sent_here(call: Call, slurm: Path):
-    shown = call("submit", "digits", "--nodes", 4, "--dry-run")
+def test_dry_run_shows_the_script_that_would_be_sent_here(on_cluster: Call):
+    shown = on_cluster("submit", "digits", "--nodes", 4, "--dry-run")
     assert (shown.status, shown.err) == (0, "")
     asked = {line.removeprefix("#SBATCH ") for line in shown.out.splitlines() if line.startswith("#SBATCH")}
     assert {"--nodes=4", "--gres=gpu:4", "--cpus-per-task=8", "--partition=main"} <= asked
     assert "\n# Site: the cluster virtual, Slurm 22.05.8.\n" in shown.out
 
 
-def test_dry_run_takes_the_profile_of_the_cluster_that_it_is_on(call: Call, slurm: Path, tmp_path: Path):
-    assert call("sites", "probe", "--save", "lab").status == 0
+def test_dry_run_takes_the_profile_of_the_cluster_that_it_is_on(on_cluster: Call, tmp_path: Path):
+    assert on_cluster("sites", "probe", "--save", "lab").status == 0
     path = tmp_path / "meshrun/sites/lab.toml"
     path.write_text(path.read_text().replace('"the cluster virtual, Slurm 22.05.8"', '"The lab"'))
-    shown = call("submit", "digits", "--nodes", 4, "--dry-run")
+    shown = on_cluster("submit", "digits", "--nodes", 4, "--dry-run")
     assert "\n# Site: The lab.\n" in shown.out
-    assert shown.out == call("submit", "digits", "--nodes", 4, "--dry-run", "--site", "lab").out.replace(
+    assert shown.out == on_cluster("submit", "digits", "--nodes", 4, "--dry-run", "--site", "lab").out.replace(
         " --site lab", ""
     )
 
@@ -135,24 +134,24 @@ def test_dry_run_takes_the_profile_of_the_cluster_that_it_is_on(call: Call, slur
 )
 @pytest.mark.parametrize("command", ["submit", "rehearse"])
 def test_dry_run_and_rehearse_refuse_what_submit_does(
-    call: Call, slurm: Path, command: str, words: list[object], sentence: str
+    on_cluster: Call, command: str, words: list[object], sentence: str
 ):
     dry = ["--dry-run"] if command == "submit" else []
-    check_refusal(call(command, "digits", *words, *dry), sentence)
+    check_refusal(on_cluster(command, "digits", *words, *dry), sentence)
 
 
 def test_dry_run_waits_two_seconds_for_a_controller_that_does_not_answer(
-    call: Call, slurm: Path, monkeypatch: pytest.MonkeyPatch
+    on_cluster: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    (slurm / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
+    (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     monkeypatch.setattr("meshrun.cli.submit.PATIENCE", 0.3)
     began = time.monotonic()
-    shown = call("submit", "digits", *DRY)
+    shown = on_cluster("submit", "digits", *DRY)
     assert shown.status == 0 and shown.out.startswith("#!/bin/bash\n") and time.monotonic() - began < 10
     assert shown.sentences == [
         "Slurm has not answered within 0.3 s, so it is not known here which partitions, limits and GPUs there are"
     ]
-    asked = call("submit", "digits", "--dry-run")
+    asked = on_cluster("submit", "digits", "--dry-run")
     assert asked.status == 2 and asked.sentences[-1].startswith("how many GPUs a node has is not known here; ")
 
 
