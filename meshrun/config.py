@@ -235,6 +235,15 @@ class RunDirectory:
         """Whoever makes it asks the run to stop in time."""
         return self.path / "stop"
 
+    def asked_to_stop_by(self) -> Literal["user", "slurm"] | None:
+        """Who has made `stop_file`: the script of a job, which Slurm has told something, writes that into it."""
+        try:
+            return "slurm" if self.stop_file.read_text().strip() == "slurm" else "user"
+        except (PermissionError, UnicodeDecodeError):
+            return "user"
+        except OSError:  # there is none, or the disk does not say now
+            return None
+
     @property
     def stopped_file(self) -> Path:
         """Why and after which step the run has stopped in time; not there while it trains or after it has ended."""

@@ -37,7 +37,7 @@ class Link:
     step: int | None
     """The step up to which all is saved."""
     what: str
-    """What was decided then: complete, failed, over or next."""
+    """What was decided then: complete, failed, cancelled, over or next."""
     sentence: str
 
 
@@ -106,6 +106,8 @@ class Seen:
     ending: bool = False
     """Whether Slurm is ending the job for another reason than its time limit: somebody has cancelled it."""
     preempted: bool = False
+    by_user: bool = False
+    """Whether a person has asked the run to rest, by making the file `stop` in it."""
 
     @property
     def step(self) -> int | None:
@@ -117,7 +119,7 @@ class Seen:
 class Decision:
     """What becomes of a chain."""
 
-    what: Literal["complete", "failed", "over", "next"]
+    what: Literal["complete", "failed", "cancelled", "over", "next"]
     sentence: str
     status: int
 
@@ -126,21 +128,25 @@ def decide(record: Record, seen: Seen) -> Decision:
     """What to do after a link."""
     if seen.complete:
         return Decision("complete", "the training is complete", 0)
+    most = record.submission.links
+    no_more = ", so no further link follows" if most > 1 else ""
     if record.cancelled or seen.ending:
-        return Decision("over", "the job was cancelled, so no further link follows", seen.status or 1)
+        return Decision("cancelled", f"the job was cancelled{no_more}", seen.status or 1)
     where, status = _where(seen), seen.status
     if seen.stopped is None and status != WORTH_A_RESTART and status <= KILLED:
         how = f"failed with exit status {status}" if status else "ended without a result"
-        return Decision("failed", f"the training {how}, so no further link follows", status or 1)
+        return Decision("failed", f"the training {how}{no_more}", status or 1)
     if seen.stopped is not None and not seen.stopped.get("saved", True):
         return Decision("over", f"{where}, and keeps no state to go on from (--checkpoint none)", 1)
+    again = f"sbatch {record.submission.script_path} goes on"
+    # A training that stopped in time, and was to do no more, has done what it was asked to.
+    rested = 0 if seen.stopped is not None else status
+    if seen.by_user:
+        return Decision("over", f"{where}{no_more}; {again}", rested)
     if seen.preempted:
         return Decision("next", f"{where}; another job needed its nodes, so it is queued again", 0)
-    most = record.submission.links
     if most == 1:
-        # A training that stopped in time, in a chain of one link, has done what it was asked to.
-        again = f"sbatch {record.submission.script_path} goes on, and --until-done would do so by itself"
-        return Decision("over", f"{where}; {again}", 0 if seen.stopped is not None else status)
+        return Decision("over", f"{where}; {again}, and --until-done would do so by itself", rested)
     if record.links and record.links[-1].step == seen.step:
         return Decision("over", f"{where}, as in the link before: it makes no progress, so the chain ends", status or 1)
     used = len(record.links) + 1
@@ -152,12 +158,15 @@ def decide(record: Record, seen: Seen) -> Decision:
 def seen_of(run: RunDirectory, status: int, ending: bool, preempted: bool) -> Seen:
     """How a run stands, from what it has left on the disk."""
     stopped = run.stopped()
-    return Seen(status, stopped is None and _is_complete(run, status), stopped, _newest(run), ending, preempted)
+    by_user = (stopped or {}).get("by") == "user" or run.asked_to_stop_by() == "user"
+    return Seen(status, is_complete(run, status), stopped, _newest(run), ending, preempted, by_user)
 
 
-def _is_complete(run: RunDirectory, status: int) -> bool:
+def is_complete(run: RunDirectory, status: int = 1) -> bool:
     """A run that has reached its end has a result; one that was asked to go on after that refuses to."""
     try:
+        if run.stopped() is not None:
+            return False
         reached = json.loads((run.path / "result.json").read_text())["steps"]
         return bool(status == 0 or reached == run.document().get("resolved", {}).get("steps"))
     except (OSError, ValueError, KeyError, AttributeError):

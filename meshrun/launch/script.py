@@ -24,6 +24,9 @@ SHORT = 600
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "offline"}
 """What makes libraries look at files that are here, and not for a network that is not."""
 
+_WHY_IT_ENDS = 'echo "meshrun: the job ends, since line $LINENO of its script failed: $BASH_COMMAND" >&2'
+_ENDED_BY_SETUP = 'echo "meshrun: the job ends, since --setup ended its shell with exit status $?" >&2'
+
 _PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./-]+")
 
 
@@ -99,12 +102,15 @@ def _shell(submission: Submission) -> Iterator[str]:
     rules = submission.rules
     foreign = bool(rules.modules or submission.setup)
     yield "set -eo pipefail" if foreign else "set -euo pipefail"
-    yield """trap 'echo "meshrun: the job ends, since line $LINENO of its script failed: $BASH_COMMAND" >&2' ERR"""
+    yield f"trap '{'trap - EXIT; ' if submission.setup else ''}{_WHY_IT_ENDS}' ERR"
     yield from rules.modules
     if submission.setup:
+        yield from _comment("Lines of --setup may end this shell, and then it says so.")
+        yield f"trap '{_ENDED_BY_SETUP}' EXIT"
         yield "# From here to the next comment of meshrun: the lines of --setup, as they were given."
         yield submission.setup.rstrip("\n")
         yield "# meshrun: end of the lines of --setup."
+        yield "trap - EXIT"
     if foreign:
         yield from _comment("Only now, since modules and environments use variables that are not set.")
         yield "set -u"
@@ -136,7 +142,7 @@ def _training(submission: Submission) -> Iterator[str]:
     yield f"PYTHON={quoted(submission.python)}"
     yield ""
     yield "STEP=("
-    yield from _comment("What is exported above is for all nodes, also where sbatch was given --export=NONE.", "    ")
+    yield from _comment("All nodes get what this shell exports, also where sbatch was given --export=NONE.", "    ")
     yield "    --export=ALL"
     yield from _comment("Launchers notice by themselves when one of them is lost; Slurm must not end the rest.", "    ")
     yield "    --no-kill --kill-on-bad-exit=0 --wait=0"
@@ -161,7 +167,11 @@ _RUNNING = r"""
 rm -f "$RUN/stop" "$RUN/stopped.json"
 ask_to_stop() {
     told=yes
-    touch "$RUN/stop"
+    # Renamed, so that it is there with its word: one without is a person's, who wants the run to rest.
+    if [[ ! -e $RUN/stop ]]; then
+        echo slurm >"$RUN/.stop"
+        mv "$RUN/.stop" "$RUN/stop"
+    fi
 }
 trap ask_to_stop USR2 TERM
 

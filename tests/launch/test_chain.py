@@ -62,8 +62,37 @@ CASES: dict[str, tuple[Record, Seen, tuple[str, int], str]] = {
     "progress": (chain(5, 20), Seen(0, False, STOPPED, 40), ("next", 0), "link 3 of at most 5"),
     "last link": (chain(3, 10, 20), Seen(0, False, STOPPED, 40), ("over", 1), r"all 3 links are used \(--links\)"),
     "keeps no state": (chain(), Seen(0, False, {**STOPPED, "saved": False}, None), ("over", 1), "--checkpoint none"),
-    "cancelled by meshrun": (replace(chain(), cancelled=True), Seen(0, False, STOPPED, 40), ("over", 1), "cancelled"),
-    "cancelled by scancel": (chain(), Seen(143, False, None, 30, ending=True), ("over", 143), "cancelled"),
+    "cancelled by meshrun": (
+        replace(chain(), cancelled=True),
+        Seen(0, False, STOPPED, 40),
+        ("cancelled", 1),
+        "cancelled",
+    ),
+    "cancelled by scancel": (chain(), Seen(143, False, None, 30, ending=True), ("cancelled", 143), "cancelled"),
+    "cancelled without a chain": (
+        replace(chain(1), cancelled=True),
+        Seen(0, False, STOPPED, 40),
+        ("cancelled", 1),
+        "^the job was cancelled$",
+    ),
+    "stopped by a person": (
+        chain(),
+        Seen(0, False, STOPPED, 40, by_user=True),
+        ("over", 0),
+        "stopped after step 40 of 100, .*, so no further link follows; sbatch /runs/a-1/job.sh goes on$",
+    ),
+    "stopped by a person without a chain": (
+        chain(1),
+        Seen(0, False, STOPPED, 40, by_user=True),
+        ("over", 0),
+        "since the job ends in 30 s; sbatch /runs/a-1/job.sh goes on$",
+    ),
+    "failed without a chain": (
+        chain(1),
+        Seen(1, False, None, 40),
+        ("failed", 1),
+        "^the training failed with exit status 1$",
+    ),
     "preempted without a chain": (chain(1), Seen(0, False, STOPPED, 40, preempted=True), ("next", 0), "queued again"),
 }
 
@@ -125,6 +154,27 @@ def test_the_job_is_requeued_and_the_link_is_counted(
     assert [(link.step, link.what) for link in record.links] == [(40, "next")]
     assert (record.jobs, record.used, record.ended) == (("7",), 2, "")
     assert capsys.readouterr().out.startswith("meshrun: stopped after step 40 of 100, ")
+
+
+@pytest.mark.parametrize("by", ["clock", "signal", "slurm", "user"])
+def test_only_a_person_who_stops_a_run_ends_its_chain(run: RunDirectory, monkeypatch: pytest.MonkeyPatch, by: str):
+    write_json(run.stopped_file, {**STOPPED, "by": by})
+    slurm = Fake()
+    assert after(run, slurm, monkeypatch) == 0
+    assert bool(slurm.asked("scontrol")) == (by != "user")
+    assert Record.load(run.path).ended.endswith("goes on") == (by == "user")
+
+
+def test_a_run_that_is_asked_to_rest_after_its_link_was_cut_off_rests(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    run.stopped_file.unlink()
+    run.stop_file.write_text("slurm\n")
+    slurm = Fake()
+    assert after(run, slurm, monkeypatch, status=137) == 0 and slurm.asked("scontrol")
+    run.stop_file.write_text("")
+    slurm = Fake()
+    assert after(run, slurm, monkeypatch, status=137) == 137 and not slurm.asked("scontrol")
 
 
 def test_a_requeue_that_ends_the_command_itself_starts_no_second_job(

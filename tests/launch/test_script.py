@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from meshrun.cli.job_plan import planned
+from meshrun.config import RunDirectory
 from meshrun.errors import UserError
 from meshrun.launch.script import OFFLINE, quoted, script
 from meshrun.launch.submission import Element, Resources, Submission
@@ -207,11 +209,34 @@ def test_a_signal_to_the_shell_becomes_a_stop_file_and_the_step_is_awaited(
         for _ in range(2):
             job.send_signal(number)
             wait_until(lambda: (run / "stop").exists(), 20)
+            assert RunDirectory(run).asked_to_stop_by() == "slurm"
             (run / "stop").unlink()
         assert job.wait(20) == 5
     finally:
         job.kill()
     assert Path(env["LOG"]).read_text().splitlines()[-1] == f"-m meshrun next {run} --status 3"
+
+
+def test_a_persons_stop_file_stays_one_when_slurm_tells_the_job_to_end_too(stage: tuple[Path, dict[str, str]]):
+    run, env = stage
+    job = subprocess.Popen(["bash", run / "job.sh"], env={**env, "STEP_S": "0.6"})
+    try:
+        wait_until(lambda: Path(env["LOG"]).exists(), 20)
+        (run / "stop").touch()
+        job.send_signal(signal.SIGUSR2)
+        job.wait(20)
+    finally:
+        job.kill()
+    assert RunDirectory(run).asked_to_stop_by() == "user"
+
+
+@pytest.mark.parametrize("line", ["exit 3", "false || exit 3", "module() { exit 3; }; module load x"])
+def test_a_set_up_that_ends_the_shell_is_named(stage: tuple[Path, dict[str, str]], line: str):
+    run, env = stage
+    (run / "job.sh").write_text(script(submission(run, setup=f"{line}\n")))
+    status, said, log = played(run, env)
+    assert (status, log) == (3, [])
+    assert said == "meshrun: the job ends, since --setup ended its shell with exit status 3\n"
 
 
 def test_a_set_up_line_that_fails_is_named(stage: tuple[Path, dict[str, str]]):
@@ -220,7 +245,7 @@ def test_a_set_up_line_that_fails_is_named(stage: tuple[Path, dict[str, str]]):
     (run / "job.sh").write_text(script(submission(run, setup=setup)))
     status, said, log = played(run, env)
     assert (status, log) == (1, [])
-    assert said.splitlines()[-1].endswith("of its script failed: cd /nowhere/at/all")
+    assert re.search(r"\nmeshrun: the job ends, since line \d+ of its script failed: cd /nowhere/at/all\n$", said)
 
 
 if __name__ == "__main__":

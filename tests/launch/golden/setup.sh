@@ -21,11 +21,14 @@
 #SBATCH --signal=B:USR2@120
 
 set -eo pipefail
-trap 'echo "meshrun: the job ends, since line $LINENO of its script failed: $BASH_COMMAND" >&2' ERR
+trap 'trap - EXIT; echo "meshrun: the job ends, since line $LINENO of its script failed: $BASH_COMMAND" >&2' ERR
+# Lines of --setup may end this shell, and then it says so.
+trap 'echo "meshrun: the job ends, since --setup ended its shell with exit status $?" >&2' EXIT
 # From here to the next comment of meshrun: the lines of --setup, as they were given.
 module load Python
 export TOKENS=/data/tokens
 # meshrun: end of the lines of --setup.
+trap - EXIT
 # Only now, since modules and environments use variables that are not set.
 set -u
 
@@ -33,7 +36,7 @@ RUN=/scratch/project/runs/digits-1
 PYTHON=/project/venv/bin/python
 
 STEP=(
-    # What is exported above is for all nodes, also where sbatch was given --export=NONE.
+    # All nodes get what this shell exports, also where sbatch was given --export=NONE.
     --export=ALL
     # Launchers notice by themselves when one of them is lost; Slurm must not end the rest.
     --no-kill --kill-on-bad-exit=0 --wait=0
@@ -46,7 +49,11 @@ STEP=(
 rm -f "$RUN/stop" "$RUN/stopped.json"
 ask_to_stop() {
     told=yes
-    touch "$RUN/stop"
+    # Renamed, so that it is there with its word: one without is a person's, who wants the run to rest.
+    if [[ ! -e $RUN/stop ]]; then
+        echo slurm >"$RUN/.stop"
+        mv "$RUN/.stop" "$RUN/stop"
+    fi
 }
 trap ask_to_stop USR2 TERM
 

@@ -39,7 +39,7 @@ RUN="${RUNS[SLURM_ARRAY_TASK_ID]}"
 PYTHON=/project/venv/bin/python
 
 STEP=(
-    # What is exported above is for all nodes, also where sbatch was given --export=NONE.
+    # All nodes get what this shell exports, also where sbatch was given --export=NONE.
     --export=ALL
     # Launchers notice by themselves when one of them is lost; Slurm must not end the rest.
     --no-kill --kill-on-bad-exit=0 --wait=0
@@ -52,7 +52,11 @@ STEP=(
 rm -f "$RUN/stop" "$RUN/stopped.json"
 ask_to_stop() {
     told=yes
-    touch "$RUN/stop"
+    # Renamed, so that it is there with its word: one without is a person's, who wants the run to rest.
+    if [[ ! -e $RUN/stop ]]; then
+        echo slurm >"$RUN/.stop"
+        mv "$RUN/.stop" "$RUN/stop"
+    fi
 }
 trap ask_to_stop USR2 TERM
 
