@@ -50,7 +50,7 @@ from meshrun.observe.watch import Watcher
 from meshrun.parallel.build import How
 from meshrun.train.bad_steps import Policy
 from meshrun.train.deadline import deadline_of
-from meshrun.train.ending import ANSWER_WITHIN, Ending, Signals, begin_anew
+from meshrun.train.ending import Ending, Signals, begin_anew
 from meshrun.train.interval import parse as parse_interval
 from meshrun.train.loop import Stopped, Trainer
 from meshrun.train.recovery import Keeping
@@ -104,6 +104,7 @@ class Recorder:
 def rank_command(folder: Path, launcher: int, memory: Path | None = None) -> None:
     """`meshrun rank RUN PID MEMORY`: a process that our launcher has started through process PID."""
     die_with_launcher(launcher)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # which process PID ignores, and one that is no fork of it inherits
     run, world = RunDirectory(folder), detect(os.environ)
     rank = world.rank
     print_to(run.log_of(rank))
@@ -271,7 +272,7 @@ def _train(
     if here.rank == 0:
         # What a job's shell was told while ranks were starting holds; it has removed what was there before.
         begin_anew(run, again=restarted or slurm.in_job(inherited()))
-        deadline = deadline_of(config, inherited(), _start_of_run(here.world))
+        deadline = deadline_of(config, inherited(), _start_of_run(here.world, memory is not None))
     if pulse is not None:
         pulse.sniff = sniff_on(here.device)
     experiment, scale, note = override(make(target, config.options, config.data), config)
@@ -301,13 +302,12 @@ def _train(
     if resumed is not None:
         recorder("resumed", **resumed)
     trainer.ending = ending = Ending(trainer, run, signals, deadline, memory, slurm.in_job(inherited()))
-    ending.begin(0.0 if restarted else ANSWER_WITHIN)
     result = {
         "run": str(run.path),
         "world": here.size,
         "layout": str(here.layout),
         "device": str(here.device),
-        **_trained(trainer, ending),
+        **_trained(trainer, ending, restarted),
     }
     result["seconds"] = time.monotonic() - began
     stopped = result.get("stopped")
@@ -322,16 +322,23 @@ def _train(
     return result
 
 
-def _start_of_run(world: World) -> float:
+def _start_of_run(world: World, ours: bool) -> float:
     """When this start of the run began, in seconds since 1970, which is when who has started this rank was started."""
     # Where torchrun's variables were exported by hand, that is a shell, which may be old.
     launched = world.agent_store or world.source not in ("torchrun", "none")
     try:
-        stat = Path(f"/proc/{os.getppid() if launched else os.getpid()}/stat").read_text()
+        found = _stat(os.getppid() if launched else os.getpid())
+        if ours:  # through a process that it replaces when that is lost
+            found = _stat(int(found[1]))
     except OSError:  # in a container of its own it does not see who has started it
         return time.time()
-    ticks = int(stat.rpartition(")")[2].split()[19])
+    ticks = int(found[19])
     return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str]:
+    """What Linux says of a process, from its state on; its name, which comes before that, may have spaces."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _trainer(
@@ -370,10 +377,11 @@ def _trainer(
     )
 
 
-def _trained(trainer: Trainer, ending: Ending) -> dict[str, Any]:
+def _trained(trainer: Trainer, ending: Ending, restarted: bool) -> dict[str, Any]:
     """What it reaches; a training that is cut off leaves its state to who goes on with it."""
     try:
         try:
+            ending.begin(restarted)
             return trainer.train()
         except Stopped as stopped:
             return {"stopped": ending.conclude(stopped), **trainer.totals.result()}

@@ -2,8 +2,8 @@
 
     with Signals() as signals:                           # SIGUSR2 from now on, SIGTERM once `heed` is called
         trainer.ending = ending = Ending(trainer, run, signals, deadline_of(config, os.environ, began))
-        ending.begin(ANSWER_WITHIN)                      # refuses to begin what has no time for a step
         try:
+            ending.begin(restarted=False)                # refuses to begin what has no time for a step
             trainer.train()
         except Stopped as stopped:
             ending.conclude(stopped)                     # a checkpoint of this step; {"step": 812, "why": …}
@@ -39,7 +39,8 @@ LOOK_EVERY = 1.0
 ASK_AHEAD = 5.0
 """Seconds before the time to stop at which Slurm is asked whether that still holds: limits get extended."""
 ANSWER_WITHIN = 2.0
-"""Seconds that the beginning of a run waits for Slurm to say when its job ends; ranks started anew wait for nothing."""
+"""Seconds that the beginning of a run waits for Slurm to say when its job ends; ranks started anew do not, unless it
+seems to be over."""
 RECENT = 16
 """Steps that are looked back at."""
 TRIED_BYTES = 4 << 20
@@ -93,8 +94,6 @@ class Ending:
         # To stop early would gain nothing where nothing can be kept: it may still reach its end.
         self._deadline = deadline if self._looks and keeps else None
         self._why: str | None = None
-        self._by = "clock"
-        """Who wants that: clock, signal, slurm or user."""
         self._look_at = 0.0
         self._asked_about = math.inf
         """The end that was asked about last, whether it still holds."""
@@ -102,30 +101,37 @@ class Ending:
         self._evaluation: float | None = None
         self._guess = self._guessed_checkpoint() if self._deadline is not None else 0.0
 
-    def begin(self, patience: float) -> None:
+    def begin(self, restarted: bool) -> None:
         """From now on this rank can be asked; refuses to begin where there is no time for a step.
 
-        So many seconds are waited for Slurm to say when the job ends.
+        Ranks that were started anew have the steps of those before them, so they stop at once, to keep them.
         """
-        refusal = ""
-        if self._deadline is not None:
-            self._deadline.wait(patience)
-        if self._deadline is not None and self._is_time(needed := self._needed(evaluates=False)):
-            refusal = (
-                f"{self._deadline.why}, which is too short for a step and a checkpoint ({needed:.0f} s as far as is "
-                f"known); give it more time (--deadline, or the job's time limit)"
-            )
-        # Else every link of a chain would begin, get nowhere, and hand over to the next.
-        refusal = self._trainer.here.from_rank_0(refusal)
-        if refusal:
-            raise SharedError(refusal)
         self._signals.heed()
+        deadline, needed = self._deadline, 0.0
+        if deadline is not None:
+            deadline.wait(0.0 if restarted else ANSWER_WITHIN)
+            needed = self._needed(evaluates=False)
+            if self._is_time(needed):
+                deadline.ask()  # the job was told its end when it began
+                deadline.wait(ANSWER_WITHIN)
+                self._why = deadline.why if self._is_time(needed) else None
+        here = self._trainer.here
+        why, needed = here.from_rank_0((self._why, needed))
+        if why is None:
+            return
+        if restarted:
+            raise Stopped(f"rank {here.rank} on {here.world.host} stopped after step {self._trainer.step}")
+        # Else every link of a chain would begin, get nowhere, and hand over to the next.
+        raise SharedError(
+            f"{why}, which is too short for a step and a checkpoint ({needed:.0f} s as far as is known); give it more "
+            f"time (--deadline, or the job's time limit)"
+        )
 
     def asked(self, evaluates: bool) -> float:
         """1 if this rank has a reason to stop, else 0; once a step, of which nothing is noticed."""
         if self._why is None:
             if self._signals.by is not None:
-                self._why, self._by = f"it got {signal.Signals(self._signals.by).name}", "signal"
+                self._why = f"it got {signal.Signals(self._signals.by).name}"
             elif self._looks:
                 self._look(evaluates)
         return 0.0 if self._why is None else 1.0
@@ -141,9 +147,8 @@ class Ending:
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + LOOK_EVERY
-            if (by := self._run.asked_to_stop_by()) is not None:
-                told = "Slurm has told the job that it is to end"
-                self._why, self._by = told if by == "slurm" else f"{self._run.stop_file} was made", by
+            if self._run.stop_file.exists():
+                self._why = f"{self._run.stop_file} was made"
                 return
             if self._deadline is not None:
                 self._deadline.ask_while_unknown()
@@ -199,9 +204,9 @@ class Ending:
             word = word_of_the_launcher(memory, here.world.attempt)
         if word is not None and word.dead:
             raise stopped  # who is gone cannot be asked
-        said = here.gathered((self._why, self._by, self._signals.by, word.final if word is not None else None))
-        finals = [final for *_, final in said if final is not None]
-        strangers = [number for why, _, number, _ in said if why is not None]
+        said = here.gathered((self._why, self._signals.by, word.final if word is not None else None))
+        finals = [final for _, _, final in said if final is not None]
+        strangers = [by for why, by, _ in said if why is not None]
         restarts = memory is not None and not self._in_slurm and set(strangers) == {signal.SIGTERM}
         if not any(finals) if finals else restarts:
             raise stopped
@@ -210,12 +215,11 @@ class Ending:
             saved = self._trainer.keeper.save_last()
         if here.rank == 0:
             self._run.stop_file.unlink(missing_ok=True)
-        why, by = next((why, by) for why, by, *_ in said if why is not None)
+        why = next(why for why, _, _ in said if why is not None)
         return {
             "step": self._trainer.step,
             "of": self._trainer.total_steps,
             "why": why,
-            "by": by,
             "time": time.time(),
             "saved": saved,
         }

@@ -70,6 +70,8 @@ class Keeper:
         self.took: float | None = None
         """Seconds from the beginning of the last checkpoint to its end, as this rank saw it."""
         self._saved: int | None = None
+        self._given = 0
+        """The step with which this training began, if it need not be kept any more."""
         self._saved_at = time.monotonic()
         self._look, self._looked = 0, (0, self._saved_at)
         self._spare_at, self._copied, self._copy_cost = 0, (0, self._saved_at), 0.0
@@ -82,6 +84,7 @@ class Keeper:
             self._first, self._drew = Drawn.now(self.trainer.here.device), self.trainer.drew
         now = self.trainer.step
         self._saved = now if source == "a checkpoint" else None
+        self._given = now if source != "memory" else 0
         self._look = self._spare_at = now + 3
         self._looked = self._copied = (now, time.monotonic())
         self.remember()
@@ -246,6 +249,8 @@ class Keeper:
         """Keep this very step, on all ranks alike and whatever it takes; False where no state is kept at all."""
         if self.keeping.every.never:
             return False
+        if self.trainer.step == self._given:
+            return True
         self._save()
         self.saver.wait()
         if (failure := self._report()) is not None:

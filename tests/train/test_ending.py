@@ -289,11 +289,44 @@ def test_slurm_is_asked_again_before_the_time_has_come_and_a_limit_that_was_exte
     assert len(asked) == 1
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_slurm_is_asked_whether_a_job_that_seems_to_be_over_was_extended(alone: Here, tmp_path: Path, restarted: bool):
+    trainer = keeping_trainer(alone, tmp_path)
+    deadline = Deadline(time.time() - 100, time.time() + 1, ask=lambda: time.time() + 1000)
+    with Signals() as signals:
+        trainer.ending = ending = Ending(trainer, RunDirectory(tmp_path), signals, deadline)
+        ending.begin(restarted)
+        assert trainer.train()["steps"] == 20
+
+
+def test_ranks_started_anew_without_time_for_a_step_keep_the_steps_of_those_before_them(alone: Here, tmp_path: Path):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    before = Trainer(small(64, 8, steps=20), alone, keeping=Keeping(tmp_path, memory, Every(steps=100)))
+    steps = before.steps()
+    for _ in range(5):
+        next(steps)
+    assert before.keeper is not None
+    before.keeper.leave(graceful=True)
+    again = Trainer(small(64, 8, steps=20), alone, keeping=Keeping(tmp_path, memory, Every(steps=100), generation=1))
+    assert not list(tmp_path.glob("step-*"))
+    for attempt in (again, keeping_trainer(alone, tmp_path)):
+        # The second one was lost after its own checkpoint: it has nothing more to keep, and stops as well.
+        assert attempt.resume() is not None
+        with Signals() as signals, pytest.raises(Stopped) as stopped:
+            ending = Ending(attempt, RunDirectory(tmp_path), signals, Deadline(time.time() - 100, time.time() + 1))
+            ending.begin(restarted=True)
+        concluded = ending.conclude(stopped.value)
+        assert (concluded["step"], concluded["saved"]) == (5, True)
+        assert re.fullmatch(r"the deadline is in \d s", concluded["why"])
+        assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000005"]
+
+
 def test_a_run_that_keeps_no_state_does_not_stop_by_the_clock(alone: Here, tmp_path: Path):
     never = Keeping(tmp_path, None, Every(never=True))
     trainer = Trainer(small(64, 8, steps=20), alone, keeping=never)
     trainer.ending = ending = Ending(trainer, RunDirectory(tmp_path), Signals(), Deadline(0.0, 100.0))
-    ending.begin(0.0)
+    ending.begin(restarted=False)
     assert trainer.train()["steps"] == 20
 
 
@@ -302,7 +335,7 @@ def test_signals_are_as_before_afterwards(alone: Here, tmp_path: Path):
     trainer = keeping_trainer(alone, tmp_path)
     with Signals() as signals:
         ending = Ending(trainer, RunDirectory(tmp_path), signals, None)
-        ending.begin(0.0)
+        ending.begin(restarted=False)
         assert ending.asked(evaluates=False) == 0
         os.kill(os.getpid(), signal.SIGTERM)
         assert ending.asked(evaluates=False) == 1
@@ -320,7 +353,7 @@ def test_an_end_that_slurm_does_not_say_at_once_is_learned_beside_the_training(a
     deadline = Deadline(time.time() - 1000, ask=ask)
     deadline.ask_while_unknown()
     trainer.ending = ending = Ending(trainer, RunDirectory(tmp_path), Signals(), deadline)
-    ending.begin(0.01)
+    ending.begin(restarted=True)
     steps = trainer.steps()
     for _ in range(3):
         next(steps)
