@@ -94,6 +94,8 @@ class Ending:
         # To stop early would gain nothing where nothing can be kept: it may still reach its end.
         self._deadline = deadline if self._looks and keeps else None
         self._why: str | None = None
+        self._by = "clock"
+        """Who wants that: clock, signal, slurm or user."""
         self._look_at = 0.0
         self._asked_about = math.inf
         """The end that was asked about last, whether it still holds."""
@@ -131,7 +133,7 @@ class Ending:
         """1 if this rank has a reason to stop, else 0; once a step, of which nothing is noticed."""
         if self._why is None:
             if self._signals.by is not None:
-                self._why = f"it got {signal.Signals(self._signals.by).name}"
+                self._why, self._by = f"it got {signal.Signals(self._signals.by).name}", "signal"
             elif self._looks:
                 self._look(evaluates)
         return 0.0 if self._why is None else 1.0
@@ -147,8 +149,9 @@ class Ending:
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + LOOK_EVERY
-            if self._run.stop_file.exists():
-                self._why = f"{self._run.stop_file} was made"
+            if (by := self._run.asked_to_stop_by()) is not None:
+                told = "Slurm has told the job that it is to end"
+                self._why, self._by = told if by == "slurm" else f"{self._run.stop_file} was made", by
                 return
             if self._deadline is not None:
                 self._deadline.ask_while_unknown()
@@ -204,9 +207,9 @@ class Ending:
             word = word_of_the_launcher(memory, here.world.attempt)
         if word is not None and word.dead:
             raise stopped  # who is gone cannot be asked
-        said = here.gathered((self._why, self._signals.by, word.final if word is not None else None))
-        finals = [final for _, _, final in said if final is not None]
-        strangers = [by for why, by, _ in said if why is not None]
+        said = here.gathered((self._why, self._by, self._signals.by, word.final if word is not None else None))
+        finals = [final for *_, final in said if final is not None]
+        strangers = [number for why, _, number, _ in said if why is not None]
         restarts = memory is not None and not self._in_slurm and set(strangers) == {signal.SIGTERM}
         if not any(finals) if finals else restarts:
             raise stopped
@@ -215,11 +218,12 @@ class Ending:
             saved = self._trainer.keeper.save_last()
         if here.rank == 0:
             self._run.stop_file.unlink(missing_ok=True)
-        why = next(why for why, _, _ in said if why is not None)
+        why, by = next((why, by) for why, by, *_ in said if why is not None)
         return {
             "step": self._trainer.step,
             "of": self._trainer.total_steps,
             "why": why,
+            "by": by,
             "time": time.time(),
             "saved": saved,
         }
