@@ -300,8 +300,11 @@ def too_few_gpus(ranks: int, gpus: int, host: str) -> str:
 
 
 def _use_network(world: World, site: Site | None) -> None:
-    """Have gloo and NCCL talk over the interface at whose address other nodes reach this one."""
-    if world.local_size == world.size or (world.address or "").startswith(("127.", "localhost")):
+    """Have gloo and NCCL talk over the interface at whose address other nodes reach this one.
+
+    Where ranks meet says nothing on that: those of the first node meet on loopback, where its launcher serves.
+    """
+    if world.nodes == 1:
         return
     with contextlib.suppress(RunFailed):
         interface = interface_of(address_of(world, site))

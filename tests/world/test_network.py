@@ -9,7 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -183,15 +183,33 @@ def two_nodes() -> Iterator[list[str]]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def meet(nodes: list[str], folder: Path, site: str = "", more: dict[str, str] | None = None) -> list[dict]:
+def by_slurm(rank: int) -> dict[str, str]:
+    return {
+        "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0",
+        "SLURM_NODEID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NODELIST": "n[1-2]",
+    }  # fmt: skip
+
+
+def by_a_launcher(rank: int) -> dict[str, str]:
+    """The first node's rank meets on loopback, where its launcher serves, and the other one comes from outside."""
+    return {
+        "RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": str(rank),
+        "GROUP_WORLD_SIZE": "2", "MASTER_ADDR": ("127.0.0.1", "10.78.1.1")[rank], "MASTER_PORT": "29517",
+    }  # fmt: skip
+
+
+def meet(
+    nodes: list[str],
+    folder: Path,
+    site: str = "",
+    more: dict[str, str] | None = None,
+    place: Callable[[int], dict[str, str]] = by_slurm,
+) -> list[dict]:
     """What each of two ranks, one a node, has to say after a sum over the network."""
     ranks = []
     for rank, name in enumerate(nodes):
-        env = {
-            "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0",
-            "SLURM_NODEID": str(rank), "SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
-            "SLURM_STEP_NODELIST": "n[1-2]", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **(more or {}),
-        }  # fmt: skip
+        env = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", **place(rank), **(more or {})}
         kept = {name: value for name, value in os.environ.items() if "SOCKET_IFNAME" not in name}
         inside = ["unshare", "--uts", "sh", "-c", f'hostname n{rank + 1} && exec "$@"', "sh"]
         command = ["ip", "netns", "exec", name, *inside, sys.executable, "-c", NODE, str(folder), site]
@@ -213,6 +231,15 @@ def test_ranks_on_two_nodes_meet_and_sum_over_the_fast_interface(two_nodes: list
         assert (said["GLOO_SOCKET_IFNAME"], said["NCCL_SOCKET_IFNAME"]) == ("hsn0", "hsn")
         assert said["sent"]["hsn0"] > 1_000_000 > 100_000 > said["sent"]["eth0"]
         assert said["speeds"]["eth0"] == 10_000, "the speed of a virtual cable, as ethtool says it"
+
+
+def test_ranks_that_meet_on_loopback_with_their_launcher_talk_over_the_fast_interface_too(
+    two_nodes: list[str], tmp_path: Path
+):
+    for said in meet(two_nodes, tmp_path, place=by_a_launcher):
+        assert said["sum"] == 3
+        assert (said["GLOO_SOCKET_IFNAME"], said["NCCL_SOCKET_IFNAME"]) == ("hsn0", "hsn")
+        assert said["sent"]["hsn0"] > 1_000_000 > 100_000 > said["sent"]["eth0"]
 
 
 def test_the_sites_rule_and_the_users_own_choice_are_followed(two_nodes: list[str], tmp_path: Path):
