@@ -1,0 +1,59 @@
+"""A rank of our own launcher, started by hand: what it hears, and from when its time is counted."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshrun.cli.rank import _start_of_run
+from meshrun.config import RunConfig, RunDirectory
+from meshrun.world import detect
+from tests.launch.command import MODULE, wait_until
+
+WAITING = """
+import signal
+print("here", flush=True)
+signal.pause()
+"""
+
+
+def ignoring_sigterm() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+
+def test_a_rank_that_is_no_fork_of_the_warm_process_does_not_ignore_sigterm_as_that_one_does(tmp_path: Path):
+    (tmp_path / "waiting.py").write_text(WAITING)
+    run = RunDirectory.create(RunConfig(str(tmp_path / "waiting.py"), runs=tmp_path / "runs"))
+    words = [*MODULE, "rank", str(run.path), str(os.getpid())]
+    with subprocess.Popen(words, preexec_fn=ignoring_sigterm) as rank:
+        try:
+            wait_until(lambda: run.log_of(0).is_file() and "here" in run.log_of(0).read_text(), 60)
+            rank.terminate()
+            assert rank.wait(10) == -signal.SIGTERM
+        finally:
+            rank.kill()
+
+
+STARTED = """
+import os, sys, time
+from dataclasses import replace
+from meshrun.cli.rank import _start_of_run
+from meshrun.world import detect
+world = replace(detect({}), source="torchrun", agent_store=True)
+if os.fork() == 0:
+    print(_start_of_run(world, ours=True), _start_of_run(world, ours=False), flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_the_time_of_a_run_counts_from_the_start_of_its_launcher_not_of_the_process_that_ranks_are_forks_of():
+    asked = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, check=True, timeout=60)
+    ours, others = map(float, asked.stdout.split())
+    assert ours == pytest.approx(_start_of_run(detect({}), ours=False), abs=0.1)
+    assert others > ours + 0.1, "another launcher starts its ranks itself"
