@@ -377,7 +377,8 @@ def test_what_long_steps_have_reached_is_saved_when_the_run_is_asked_to_stop(tmp
     finally:
         launcher.kill()
         launcher.communicate()
-    assert re.search(r"ranks get \d+ s to finish their step; CTRL-C now ends them at once", err)
+    # The first checkpoint may still be on its way.
+    assert re.search(r"ranks get (\d+ s to finish their step|the time to finish .*); CTRL-C now ends them at once", err)
     last = events(run, 0, "step")[-1]["step"]
     assert [path.name for path in (run / "checkpoints").glob("step-*")] == [f"step-{last:08d}"]
 
