@@ -41,7 +41,7 @@ from meshrun.launch.parting import let_go_when_told
 from meshrun.observe.beside import LATE, Beside, told
 from meshrun.observe.board import Board
 from meshrun.observe.events import Event, EventFile, read_events
-from meshrun.observe.failures import FirstFailure
+from meshrun.observe.failures import FirstFailure, write_traceback
 from meshrun.observe.hang import Finding
 from meshrun.observe.pulse import Pulse
 from meshrun.observe.report import write_report
@@ -85,7 +85,7 @@ class Recorder:
         sentence, lines = str(error), []
         if not isinstance(error, UserError | RunFailed):
             with log.open("a") as file:
-                traceback.print_exception(error, file=file)
+                write_traceback(error, file)
             step = f" at step {self.step + 1}" if self.step else ""
             said = missing_of(error) or f"{type(error).__name__}: {str(error).strip() or 'no message'}"
             sentence = f"rank {rank} on {host} failed{step}: {said}"

@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import shlex
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ import meshrun.recipes
 from meshrun.cli.options import options_of
 from meshrun.config import DATA
 from meshrun.data.staging import Place, missing_of, use
-from meshrun.errors import UserError
+from meshrun.errors import RunFailed, UserError
 from meshrun.experiment import Experiment
 
 ENTRY = "experiment"
@@ -108,7 +109,9 @@ def _entry_of(path: Path) -> str | None:
     """`experiment` if the file defines or imports it at its top level."""
     try:
         tree = ast.parse(path.read_text())
-    except (SyntaxError, UnicodeDecodeError) as error:
+    except SyntaxError as error:
+        raise UserError(f"{path} is not valid Python: line {error.lineno}: {error.msg}") from error
+    except UnicodeDecodeError as error:
         raise UserError(f"{path} is not valid Python: {error}") from error
     for node in tree.body:
         match node:
@@ -127,6 +130,8 @@ def make(target: Target, given: dict[str, Any], data: Path = DATA) -> Experiment
     function = target.function()
     try:
         made = function(**values_of(function, given))
+    except SystemExit as error:
+        raise RunFailed(failed_in(target, error)) from error
     except FileNotFoundError as error:
         missing = error.filename or error
         raise UserError(f"{target.entry}() of {target.label} needs {str(missing)!r}, which does not exist") from error
@@ -139,6 +144,16 @@ def make(target: Target, given: dict[str, Any], data: Path = DATA) -> Experiment
             f"{target.entry}() of {target.label} returned {type(made).__name__}; it must return an Experiment"
         )
     return made
+
+
+def failed_in(target: Target, error: BaseException) -> str:
+    """A sentence on an error of the target's own code: which, and in which line."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(target.path)]
+    where = f" in line {lines[-1]}" if lines else ""
+    if isinstance(error, SystemExit):
+        return f"{target.entry}() of {target.label} ended the program{where}: {error.code}"
+    said = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+    return f"{target.entry}() of {target.label} failed{where}: {said}"
 
 
 def values_of(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:

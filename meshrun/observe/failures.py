@@ -3,18 +3,27 @@
     failed = first_failure(run, {1: "was killed by SIGKILL"}, "node7")
     failed.sentence, failed.by_user
 
+    write_traceback(error, file)                 # into a rank's log, between marks, so that `Follow` can pass it over
+    told_in(log.read_text().splitlines())        # what a job's log says of failures, a sentence each
+
 When one rank dies the others fail a moment later, since they wait for it: their errors are consequences. A rank that
 was killed wrote no event, so it comes before those that did; among events the earliest that is no consequence wins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+import traceback
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from meshrun.config import RunDirectory
 from meshrun.observe.events import Event, read_events
+
+MARKS = ("---- traceback of what ended this rank", "---- end of traceback")
+_WHERE = re.compile(r"    (?P<file>\S.*?):(?P<line>\d+) in [\w<>]+: ")
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,27 @@ def _killed(run: RunDirectory, rank: int, how: str, host: str) -> FirstFailure:
     steps = [event["step"] for event in read_events(run.events_of(rank)) if event["kind"] == "step"]
     where = f"after step {steps[-1]}" if steps else "before its first step"
     return FirstFailure(f"rank {rank} on {host} {how} {where}", tail(run.log_of(rank)), run.log_of(rank), False)
+
+
+def write_traceback(error: BaseException, file: TextIO) -> None:
+    """All of an error, for a log."""
+    print(f"{MARKS[0]}\n{''.join(traceback.format_exception(error))}{MARKS[1]}", file=file)
+
+
+def told_in(lines: Sequence[str]) -> list[str]:
+    """The sentences of meshrun in a log; of an error also in which line of the user's own program it was."""
+    told: list[str] = []
+    where = ""
+    for line in lines:
+        if line.startswith("meshrun: "):
+            told.append(line.removeprefix("meshrun: "))
+            where = ""
+        elif place := _WHERE.match(line):
+            where = f" ({Path(place['file']).name}:{place['line']})"
+        elif line.startswith("    log: ") and told and where:
+            told[-1] += where
+            where = ""
+    return told
 
 
 def tail(log: Path, lines: int = 8) -> list[str]:

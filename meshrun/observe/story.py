@@ -19,9 +19,13 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 from meshrun.observe.aside import Aside
 from meshrun.observe.events import Event, Follower
+from meshrun.observe.failures import MARKS
 
 LINE_EVERY = 10.0
 """Seconds between two progress lines where there is no terminal."""
+
+NOISE = ("[c10d] The hostname of the client socket cannot be retrieved",)
+"""What libraries print into a log that says nothing to a person: addresses without names are usual on fast networks."""
 
 
 class Story:
@@ -78,6 +82,7 @@ class Story:
             case "rollback":
                 self._line(f"back from step {event['from_step']:,} to step {event['to_step']:,}, as {event['why']}")
             case "resumed":
+                self._saved = True
                 self._line(
                     f"goes on after step {event['step']:,} from {event['source']}, loaded in {event['seconds']:.1f} s"
                 )
@@ -145,6 +150,7 @@ class Follow(Aside):
     def __init__(self, story: Story, events: Path, log: Path) -> None:
         super().__init__("story")
         self._story, self._events, self._log = story, Follower(events), Follower(log)
+        self._hides = False
         for file in (self._events, self._log):
             file.new_lines()
 
@@ -153,8 +159,15 @@ class Follow(Aside):
         while not over:
             over = self._over.wait(0.25)
             for line in self._log.new_lines():
-                self._story.say(line.decode(errors="replace"))
+                self._say(line.decode(errors="replace"))
             for event in self._events.new():
                 self._story.tell(event)
         if rest := self._log.rest:
-            self._story.say(rest.decode(errors="replace"))
+            self._say(rest.decode(errors="replace"))
+
+    def _say(self, line: str) -> None:
+        """What the user's program prints; why it ended is said elsewhere, and its traceback stays in the log."""
+        if line in MARKS:
+            self._hides = line == MARKS[0]
+        elif not self._hides and not any(noise in line for noise in NOISE):
+            self._story.say(line)

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from meshrun.observe import story as module
 from meshrun.observe.events import EventFile
+from meshrun.observe.failures import write_traceback
 from meshrun.observe.story import Follow, Story
 
 START = {
@@ -179,3 +180,27 @@ def test_story_is_told_from_files_that_others_write_up_to_the_last_line(tmp_path
             file.write("last words\nhalf a")
     assert in_a_log.output.getvalue() == "first words\nlast words\nhalf a\n"
     assert in_a_log.lines[0].startswith("digits: 1,030 steps")
+
+
+def test_a_traceback_stays_in_the_log_and_so_does_the_noise_of_libraries(tmp_path: Path, in_a_log: Shown):
+    events, log = tmp_path / "events.jsonl", tmp_path / "rank.log"
+    log.write_text("")
+    with Follow(in_a_log, events, log), log.open("a") as file:
+        print("of the program", file=file)
+        print("[W1115 socket.cpp:207] [c10d] The hostname of the client socket cannot be retrieved. err=-3", file=file)
+        try:
+            raise KeyError("width")
+        except KeyError as error:
+            write_traceback(error, file)
+        print("of the next start", file=file)
+    assert in_a_log.output.getvalue().splitlines() == ["of the program", "of the next start"]
+    assert "KeyError: 'width'" in log.read_text()
+
+
+def test_a_run_that_went_on_has_shown_its_first_checkpoint_before(in_a_log: Shown):
+    saved = {"kind": "checkpoint", "step": 66, "bytes": 1e6, "seconds": 0.1, "stall": 0.01}
+    in_a_log.tell({"kind": "resumed", "step": 36, "source": "a checkpoint", "seconds": 0.1})
+    in_a_log.tell(saved)
+    assert in_a_log.lines == ["goes on after step 36 from a checkpoint, loaded in 0.1 s"]
+    in_a_log.tell({**saved, "error": "No space left on device"})
+    assert len(in_a_log.lines) == 2
