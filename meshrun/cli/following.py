@@ -21,10 +21,11 @@ from rich.console import Console
 
 from meshrun.config import RunDirectory
 from meshrun.errors import RunFailed
-from meshrun.launch.chain import Record
+from meshrun.launch.chain import Record, is_complete
 from meshrun.launch.reasons import pending
 from meshrun.launch.slurm import Job, Slurm
 from meshrun.observe.events import read_events
+from meshrun.observe.failures import told_in
 from meshrun.observe.story import Follow, Story
 
 LOOK = 0.5
@@ -47,6 +48,10 @@ class End:
     """complete, stopped, failed, cancelled, or Slurm's own word in small letters."""
     sentence: str
     result: dict[str, Any] | None
+    values: str = ""
+    """What a run of a sweep has of its own, in words."""
+    explained: bool = True
+    """Whether the sentence says why, so that nobody needs to look into the job's log for it."""
 
     @property
     def status(self) -> int:
@@ -58,16 +63,24 @@ class End:
             "run": str(self.run),
             "job": self.job,
             "state": self.state,
+            **({"values": self.values} if self.values else {}),
             **({} if self.status == 0 else {"error": self.sentence, "status": self.status}),
         }
 
+    def line(self) -> str:
+        return f"{self.run}{f' ({self.values})' if self.values else ''}: {self.sentence}"
 
-def follow(slurm: Slurm, run: Path, told: dict[str, Any] | None = None) -> int:
-    """Follow a run or a sweep to its end; `told`, for scripts, is printed with what was reached and nothing else."""
+
+def follow(slurm: Slurm, run: Path, told: dict[str, Any] | None = None, quiet: bool = False) -> int:
+    """Follow a run or a sweep to its end, of which alone is told if it is to be `quiet`.
+
+    `told`, for scripts, is printed with what was reached, and nothing else.
+    """
+    quiet = quiet or told is not None
     record = Record.load(run)
     runs = [element.run for element in record.submission.sweep] or [run]
     try:
-        ends = _together(slurm, runs, quiet=told is not None) if len(runs) > 1 else [_one(slurm, run, told is not None)]
+        ends = _together(slurm, runs, quiet) if len(runs) > 1 else [_one(slurm, run, quiet)]
     except KeyboardInterrupt:
         print(f"\nthe job goes on; meshrun follow {run} shows it again, meshrun cancel {run} ends it", file=sys.stderr)
         return 130
@@ -78,12 +91,12 @@ def follow(slurm: Slurm, run: Path, told: dict[str, Any] | None = None) -> int:
         if failed is not None:
             print(f"meshrun: {failed.sentence}", file=sys.stderr)
         return 0 if failed is None else 1
+    for end in ends if failed is None or len(ends) > 1 else ():
+        print(end.line(), flush=True)
     if failed is not None:
-        for line in tail(failed) if failed.state != "cancelled" else ():
+        for line in () if failed.explained else tail(failed):
             print(line, file=sys.stderr)
-        raise RunFailed(failed.sentence)
-    for end in ends:
-        print(f"{end.run}: {end.sentence}")
+        raise RunFailed(failed.line() if len(ends) > 1 else failed.sentence)
     return 0
 
 
@@ -97,13 +110,20 @@ def _one(slurm: Slurm, run: Path, quiet: bool) -> End:
             for event in [event for event in read_events(directory.events_of(0)) if event["kind"] == "start"][-1:]:
                 story.tell(event)
             scene.enter_context(Follow(story, directory.events_of(0), directory.log_of(0)))
-        last = ""
+        last, known = "", len(Record.load(run).links)
         for looked in watch(slurm, run):
             if isinstance(looked, End):
                 return looked
-            if not quiet and (line := described(looked)) != last:
-                last = line
-                story.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            if not quiet:
+                links = Record.load(run).links
+                # How a link ended, and that another one comes; then where that stands.
+                lines = [link.sentence for link in links[known:] if link.what == "next"]
+                known = len(links)
+                if (line := described(looked)) != last:
+                    last = line
+                    lines.append(line)
+                for line in lines:
+                    story.console.print(line, markup=False, highlight=False, soft_wrap=True)
             time.sleep(LOOK)
     raise AssertionError("a run that is watched ends")
 
@@ -155,22 +175,42 @@ def watch(slurm: Slurm, run: Path) -> Iterator[Job | End | None]:
 def ended(run: Path, record: Record, job: Job | None) -> End:
     """How a run has ended, from its record and its files, and from Slurm where these say nothing."""
     directory, id = RunDirectory(run), record.jobs[-1] if record.jobs else "?"
-    result, stopped = _result(run), directory.stopped()
+    result, stopped, values = _result(run), directory.stopped(), values_of(record)
     what = record.links[-1].what if record.links and record.ended else ""
-    if what == "complete" and result is not None:
-        return End(run, id, "complete", f"complete after {result['steps']:,} steps; report: {run}/report.html", result)
-    if what == "over" and stopped is not None and record.submission.links == 1:
-        return End(run, id, "stopped", record.ended, stopped.get("result"))
-    if record.cancelled:
-        return End(run, id, "cancelled", f"job {id} was cancelled", None)
-    state = "failed" if record.ended else job.state if job is not None else "GONE"
-    sentence = _words(run, id, record) or record.ended or f"job {id} ended as {state} (meshrun jobs)"
-    if not log_of(record, run, id).exists() and not record.ended:
+    # Who has gone on with it by hand after its last job may have brought it to its end.
+    if result is not None and (what == "complete" or is_complete(directory)):
+        return End(run, id, "complete", _completed(run, result), result, values)
+    if record.cancelled or what == "cancelled":
+        return End(run, id, "cancelled", f"job {id} was cancelled", None, values)
+    if what == "over" and stopped is not None and (record.submission.links == 1 or stopped.get("by") == "user"):
+        return End(run, id, "stopped", record.ended, stopped.get("result"), values)
+    state, log = "failed" if record.ended else job.state if job is not None else "GONE", log_of(record, run, id)
+    words = _words(run, id, record) if stopped is None else ""
+    if not log.exists() and not record.ended:
         sentence = (
-            f"job {id} ended as {state} without a word: its node could not write {log_of(record, run, id)}; "
+            f"job {id} ended as {state} without a word: its node could not write {log}; "
             f"runs must be on a disk that all nodes share (--runs)"
         )
-    return End(run, id, state.lower(), sentence, None)
+        return End(run, id, state.lower(), sentence, None, values)
+    decided = record.ended if what != "failed" or not words else ""
+    sentence = "; ".join(filter(None, (words, decided))) or f"job {id} ended as {state}"
+    explained = bool(record.ended and (words or stopped))
+    return End(run, id, state.lower(), f"{sentence}; log: {log}", None, values, explained)
+
+
+def values_of(record: Record) -> str:
+    """What a run of a sweep has of its own, in words."""
+    return record.submission.sweep[record.index].values if record.index is not None else ""
+
+
+def _completed(run: Path, result: dict[str, Any]) -> str:
+    scores = "".join(
+        f", {name} {metric} {value:.4f}"
+        for name, found in result.get("eval", {}).items()
+        for metric, value in found.items()
+        if metric != "count"
+    )
+    return f"complete after {result['steps']:,} steps{scores}; report: {run}/report.html"
 
 
 def described(job: Job | None) -> str:
@@ -196,9 +236,12 @@ def tail(end: End) -> list[str]:
 
 def _words(run: Path, job: str, record: Record) -> str:
     """What meshrun itself said last in the job, but for how it goes on: the first error of any rank."""
-    said = [line.removeprefix("meshrun: ") for line in _lines(log_of(record, run, job)) if line.startswith("meshrun: ")]
     of_chain = tuple(link.sentence for link in record.links)
-    return next((line for line in reversed(said) if not line.startswith(of_chain)), "")
+    said = told_in(_lines(log_of(record, run, job)))
+    # What was said in earlier links of a requeued job holds no more.
+    over = tuple(link.sentence for link in (record.links[:-1] if record.ended else record.links))
+    began = max((at for at, line in enumerate(said, 1) if line.startswith(over)), default=0)
+    return next((line for line in reversed(said[began:]) if not line.startswith(of_chain)), "")
 
 
 def _lines(path: Path) -> list[str]:

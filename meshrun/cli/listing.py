@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshrun.cli.following import ended
+from meshrun.cli.following import ended, values_of
 from meshrun.config import RunDirectory
 from meshrun.errors import UserError
 from meshrun.launch.chain import Record
@@ -39,12 +39,14 @@ class Row:
     of: int | None
     links: int
     most: int
+    values: str = ""
+    """What a run of a sweep has of its own, in words."""
 
     def line(self) -> str:
         step = "" if self.step is None else f"step {self.step:,}" + (f" of {self.of:,}" if self.of else "")
         links = f"link {self.links} of {self.most}" if self.most > 1 else ""
         time = f"{self.elapsed}/{self.limit}" if self.limit else ""
-        shown = "  ".join(filter(None, (time, step, links, self.reason)))
+        shown = "  ".join(filter(None, (self.values, time, step, links, self.reason)))
         run = Path(self.run)
         run = run.relative_to(Path.cwd()) if Path.cwd() in run.parents else run
         return f"{self.job:>10}  {self.state:<10}  {run}  {shown}".rstrip()
@@ -133,15 +135,14 @@ def rows(slurm: Slurm, runs: Path) -> list[Row]:
 def _row(run: Path, record: Record, job: Job | None) -> Row:
     step, of = _progress(RunDirectory(run))
     id = record.jobs[-1] if record.jobs else "?"
-    links, most = record.used, record.submission.links
+    links, most, values = record.used, record.submission.links, values_of(record)
     if job is not None and not job.over and not record.ended:
         reason = pending(job.reason) if job.state == "PENDING" else job.hosts
-        return Row(id, str(run), job.state.lower(), reason, job.elapsed, job.limit, step, of, links, most)
+        return Row(id, str(run), job.state.lower(), reason, job.elapsed, job.limit, step, of, links, most, values)
     end = ended(run, record, job)
     reason = "" if end.state == "complete" else end.sentence
-    return Row(
-        id, str(run), end.state, reason, job.elapsed if job else "", job.limit if job else "", step, of, links, most
-    )
+    elapsed, limit = (job.elapsed, job.limit) if job is not None else ("", "")
+    return Row(id, str(run), end.state, reason, elapsed, limit, step, of, links, most, values)
 
 
 def _run_of(job: Job) -> Path | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,12 @@ import pytest
 
 from meshrun.cli import following
 from meshrun.cli.following import described, ended, follow, watch
-from meshrun.cli.listing import adopted
+from meshrun.cli.listing import adopted, rows
 from meshrun.config import RunConfig, RunDirectory, write_json
 from meshrun.errors import RunFailed
 from meshrun.launch.chain import Link, Record
 from meshrun.launch.slurm import Job, Slurm
-from meshrun.launch.submission import Resources, Submission
+from meshrun.launch.submission import Element, Resources, Submission
 
 JOB = Job("7", "7", "RUNNING", "None", "1:00", "2:00", "2026-11-15T12:00:00", 2, "n[1-2]", Path("/runs/a-1/job.sh"))
 
@@ -79,13 +80,88 @@ def test_a_run_that_stopped_in_time_has_done_what_it_was_asked_to(run: Path):
 
 
 def test_the_first_error_of_any_rank_is_what_is_said_last(run: Path):
-    chain = "the training failed with exit status 1, so no further link follows"
+    chain = "the training failed with exit status 1"
     record = recorded(run, "failed", chain, status=1)
-    log(run, f"srun: error\nmeshrun: rank 3 on n2 failed: ValueError: x\nsrun: task 1 ended\nmeshrun: {chain}\n")
-    end = ended(run, record, None)
-    assert (end.state, end.status, end.sentence) == ("failed", 1, "rank 3 on n2 failed: ValueError: x")
+    failed = "meshrun: rank 3 on n2 failed: ValueError: x\n    /home/me/a b.py:7 in f: g()\n    log: rank-00003.log\n"
+    log(run, f"srun: error\n{failed}srun: task 1 ended\nmeshrun: {chain}\n")
+    end, path = ended(run, record, None), run / "logs" / "slurm-7.out"
+    assert (end.state, end.status, end.explained) == ("failed", 1, True)
+    assert end.sentence == f"rank 3 on n2 failed: ValueError: x (a b.py:7); log: {path}"
     log(run, "nothing of ours\n")
-    assert ended(run, record, None).sentence == chain
+    end = ended(run, record, None)
+    assert (end.sentence, end.explained) == (f"{chain}; log: {path}", False)
+
+
+def test_what_an_earlier_link_of_a_requeued_job_said_is_not_why_the_last_one_failed(run: Path):
+    record = recorded(run, "failed", "the training failed with exit status 3, so no further link follows", links=5)
+    first = Link("7", 75, 3, "next", "cut off with all of step 3 saved (exit status 75); link 2 of at most 5 goes on")
+    record = replace(record, links=(first, *record.links))
+    log(run, f"meshrun: n2 is lost\nmeshrun: {first.sentence}: job 7 is back in the queue\nmeshrun: {record.ended}\n")
+    assert ended(run, record, None).sentence.startswith("the training failed with exit status 3, ")
+
+
+def test_a_stopped_run_that_was_brought_to_its_end_by_hand_is_complete(run: Path):
+    record = recorded(run, "over", "stopped after step 5 of 10, since somebody made stop; sbatch job.sh goes on")
+    directory = RunDirectory(run)
+    directory.save_config(directory.config(), {"steps": 10})
+    write_json(run / "result.json", {"steps": 5})
+    assert ended(run, record, None).state == "failed", "it was longer then"
+    write_json(run / "result.json", {"steps": 10, "eval": {"val": {"loss": 1.25, "count": 9}}})
+    end = ended(run, record, None)
+    assert (end.state, end.status) == ("complete", 0)
+    assert end.sentence == f"complete after 10 steps, val loss 1.2500; report: {run}/report.html"
+
+
+@pytest.mark.parametrize("by_us", [True, False])
+def test_a_cancelled_run_is_cancelled_though_it_had_the_time_to_save(run: Path, by_us: bool):
+    record = recorded(run, "cancelled", "the job was cancelled")
+    write_json(run / "stopped.json", {"step": 5, "of": 10, "why": "it got SIGTERM", "by": "signal", "saved": True})
+    end = ended(run, replace(record, cancelled=by_us), None)
+    assert (end.state, end.status, end.sentence) == ("cancelled", 1, "job 7 was cancelled")
+
+
+def test_a_chain_that_a_person_stopped_has_stopped(run: Path):
+    record = recorded(run, "over", "stopped after step 5 of 10, since stop was made", links=5)
+    stopped = {"step": 5, "of": 10, "why": "stop was made", "by": "user", "saved": True}
+    write_json(run / "stopped.json", stopped)
+    assert (ended(run, record, None).state, ended(run, record, None).status) == ("stopped", 0)
+    write_json(run / "stopped.json", {**stopped, "by": "clock"})
+    assert ended(run, record, None).status == 1
+
+
+def test_the_runs_of_a_sweep_say_what_they_have_of_their_own(run: Path):
+    record = recorded(run, "complete", "the training is complete")
+    sweep = (Element(run, "lr=1e-3"), Element(run, "lr=3e-4"))
+    record = replace(record, submission=replace(record.submission, sweep=sweep), index=1, jobs=("7_1",))
+    record.save(run)
+    write_json(run / "result.json", {"steps": 3})
+    end = ended(run, record, None)
+    assert end.line().startswith(f"{run} (lr=3e-4): complete after 3 steps; ") and end.document()["values"] == "lr=3e-4"
+    (row,) = rows(Slurm(lambda argv, _env: subprocess.CompletedProcess(argv, 0, "", "")), run.parent)
+    assert row.values == "lr=3e-4" and "  lr=3e-4" in row.line()
+
+
+def test_it_is_told_why_a_link_ended_and_which_one_comes(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    over = Link("7", 0, 5, "next", "stopped after step 5 of 10, since the job ends in 6 s; link 2 of at most 5 goes on")
+    begun = recorded(run, links=5)
+    going_on = replace(begun, links=(over,))
+    done = replace(going_on, links=(over, replace(over, what="complete", sentence="complete")), ended="complete")
+    records = iter((begun, going_on, done))
+    write_json(run / "result.json", {"steps": 10})
+    monkeypatch.setattr(following, "LOOK", 0.0)
+    monkeypatch.setattr(following, "ASK", (0.0, 0.0))
+
+    def job(*_: object) -> Job:
+        next(records).save(run)
+        return JOB
+
+    monkeypatch.setattr(Slurm, "job", job)
+    assert follow(Slurm(), run) == 0
+    said = capsys.readouterr()
+    assert said.err.splitlines() == ["job 7 is running on n[1-2]", over.sentence]
+    assert said.out.startswith(f"{run}: complete after 10 steps")
 
 
 def test_a_job_that_left_no_log_is_one_whose_node_could_not_write_it(run: Path):
@@ -97,7 +173,8 @@ def test_a_job_that_left_no_log_is_one_whose_node_could_not_write_it(run: Path):
 def test_a_job_that_slurm_ended_is_named_with_slurms_word(run: Path):
     log(run, "slurmstepd: error: *** CANCELLED DUE TO TIME LIMIT ***\n")
     end = ended(run, recorded(run), replace(JOB, state="TIMEOUT"))
-    assert (end.state, end.sentence) == ("timeout", "job 7 ended as TIMEOUT (meshrun jobs)")
+    assert (end.state, end.explained) == ("timeout", False)
+    assert end.sentence == f"job 7 ended as TIMEOUT; log: {run}/logs/slurm-7.out"
 
 
 def test_a_run_is_followed_through_a_controller_that_does_not_answer(run: Path, monkeypatch: pytest.MonkeyPatch):
