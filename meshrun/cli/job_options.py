@@ -17,7 +17,7 @@ from meshrun.cli.target import Target
 OF_SUBMIT = [
     Option("nodes", int, 1, "Nodes of the job."),
     Option("gpus_per_node", int, None, "GPUs, and ranks, of a node; all that the site has when absent, 0 for CPUs."),
-    Option("time", str, "1h", "Time limit of a job: 90min, 12h, or as Slurm writes it (1-12:00:00)."),
+    Option("time", str, "1h", "Time limit of each job: 90min, 12h, or as Slurm writes it (1-12:00:00)."),
     Option("partition", str, None, "Slurm's partition; the site's usual one when absent."),
     Option("account", str, None, "Whom the job is charged to."),
     Option("qos", str, None, "Slurm's quality of service."),
@@ -30,8 +30,8 @@ OF_SUBMIT = [
     Option("links", int, None, "Most jobs of --until-done (default 20)."),
     Option("sweep", str, [], "One run for each value: lr=1e-3,3e-4; several of them give all combinations.", True),
     Option("dry_run", bool, False, "Print the script, and submit nothing."),
-    Option("wait", bool, False, "With --json: wait for the end, and print what was reached."),
-    Option("follow", bool, True, "Show the training live until its end."),
+    Option("wait", bool, False, "Wait for the end, and end with its status, also with --json or --no-follow."),
+    Option("follow", bool, True, "Show the training live until its end, and end with its status."),
 ]
 DOES = {"submit": "Submit a job that trains", "rehearse": "Play on this machine the job that would train"}
 NOT_FOR_SUBMIT = ("nodes", "join", "port")

@@ -1,6 +1,6 @@
 """From the words of `submit` to the job that they ask for: its runs, what it asks Slurm for, and its script's contents.
 
-    plan = planned(["digits", "--nodes", "2"], here=cluster_here(PATIENCE))
+    plan = planned(["digits", "--nodes", "2"], here=lambda: cluster_here(PATIENCE))
     script(plan.submission)              # nothing is made or imported for it
 
 `rehearse` reads the same words.
@@ -30,6 +30,8 @@ from meshrun.world.environment import inherited
 from meshrun.world.profile import Site
 from meshrun.world.sites import found_here, load
 from meshrun.world.slurm import has_account
+
+Here = Callable[[], Site | None]
 
 PATIENCE = 2.0
 """Seconds that who only looks at a job waits for Slurm."""
@@ -65,14 +67,15 @@ def cluster_here(patience: float) -> Site | None:
     return site
 
 
-def planned(words: list[str], command: str = "submit", static: bool = True, here: Site | None = None) -> Plan | None:
-    """What the words ask for; None when they only asked for help. `here` is what Slurm says of this cluster."""
+def planned(words: list[str], command: str = "submit", static: bool = True, here: Here = lambda: None) -> Plan | None:
+    """What the words ask for; None when they only asked for help. `here` says what Slurm says of this cluster."""
     asked = parse_submit(words, command, static)
     if asked is None:
         return None
-    site = _site(asked.config.site, here)
+    found = here()
+    site = _site(asked.config.site, found)
     resources = _resources(asked, site)
-    limits.refuse(resources, site, here.partitions if here else site.partitions if site else (), here is not None)
+    limits.refuse(resources, site, found.partitions if found else site.partitions if site else (), found is not None)
     limits.refuse_without_account(resources, site, has_account(inherited()))
     chosen = _chosen(asked, words, command, static)
     choices = tuple(replace(each, config=_for_job(each.config, resources, site)) for each in chosen)

@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,7 @@ from meshrun.launch.script import script
 from meshrun.launch.submission import Element, Submission
 from meshrun.layout import Layout, parse
 from meshrun.observe.events import read_events
+from meshrun.observe.failures import told_in
 
 ENTRY = "REHEARSAL"
 STEPS = 3
@@ -59,8 +62,7 @@ def rehearse_command(words: list[str]) -> int:
     """Returns 0; a job that fails is an error in its own words."""
     as_json = "--json" in words and "--help" not in words
     with contextlib.redirect_stdout(sys.stderr) if as_json else contextlib.nullcontext():
-        here = cluster_here(WAIT_FOR_SLURM) if "--help" not in words else None
-        plan = planned(words, "rehearse", static=False, here=here)
+        plan = planned(words, "rehearse", static=False, here=lambda: cluster_here(WAIT_FOR_SLURM))
         if plan is None:
             return 0
         small = _small(plan)
@@ -81,7 +83,8 @@ def rehearse_command(words: list[str]) -> int:
 def _play(plan: Plan, small: Small, folder: Path, words: list[str], tell: Callable[[str], None]) -> dict[str, Any]:
     began = time.monotonic()
     run = RunDirectory.create(replace(small.config, runs=folder / "runs"))
-    submission = _placed(plan.submission, run, folder / "runs", words)
+    asked = replace(plan.submission, command=("meshrun", "submit", *words))
+    submission = _placed(asked, run, folder / "runs")
     write_whole(submission.script_path, script(submission))
     for path in {submission.run, run.path}:
         Record(submission, index=0 if submission.sweep else None).save(path)
@@ -89,7 +92,7 @@ def _play(plan: Plan, small: Small, folder: Path, words: list[str], tell: Callab
     keeps = small.config.checkpoint != "none"
     links: list[Link] = []
     for link in Rehearsal(folder, submission.python).links(
-        submission.script_path, resources.gpus_per_node, tell, warn_first=keeps
+        submission.script_path, resources.gpus_per_node, partial(_pass_on, folder, tell), warn_first=keeps
     ):
         links.append(link)
         _refuse_failed(link, folder)
@@ -100,28 +103,37 @@ def _play(plan: Plan, small: Small, folder: Path, words: list[str], tell: Callab
     return {
         "ok": True,
         "target": plan.asked.config.target,
-        "run": str(run.path),
+        "run": str(asked.run),
         "nodes": resources.nodes,
         "ranks": resources.ranks,
         **_reached(run, small.layout),
         "links": [{"job": link.job, "status": link.status, "told": link.told} for link in links],
         "runs": max(1, len(plan.choices)),
         "notes": list(small.notes),
-        "script": script(submission),
+        "script": script(asked),
         "seconds": time.monotonic() - began,
     }
 
 
-def _placed(submission: Submission, run: RunDirectory, runs: Path, words: list[str]) -> Submission:
-    """The submission as `submit` would make it, with its runs in another folder; of a sweep the first one is there."""
-    command = ("meshrun", "submit", *words)
+def _placed(submission: Submission, run: RunDirectory, runs: Path) -> Submission:
+    """The submission with its runs in another folder; of a sweep the first one is there."""
     if not submission.sweep:
-        return replace(submission, name=run.path.name, run=run.path, command=command)
+        return replace(submission, run=run.path)
     folder = runs / submission.run.name
     (folder / "logs").mkdir(parents=True)
     elements = [Element(runs / each.run.name, each.values) for each in submission.sweep]
     elements[0] = replace(elements[0], run=run.path)
-    return replace(submission, run=folder, sweep=tuple(elements), command=command)
+    return replace(submission, run=folder, sweep=tuple(elements))
+
+
+def _pass_on(folder: Path, tell: Callable[[str], None], line: str) -> None:
+    """What the job prints, less what holds for no rehearsal: its batch is our choice, its folder will be gone."""
+    if str(folder) in line:
+        line = re.sub(
+            rf"(; |^)(meshrun resume|sbatch) {folder}/\S* goes on[^;]*|(^report:|  -> ) {folder}/.*", "", line
+        )
+    if line and "the linear scaling rule would" not in line:
+        tell(line)
 
 
 def _small(plan: Plan) -> Small:
@@ -241,7 +253,7 @@ def _refuse_failed(link: Link, folder: Path) -> None:
     """The first thing that the job says is wrong, in its own words."""
     if link.status == 0:
         return
-    said = [line.removeprefix("meshrun: ") for line in link.log.splitlines() if line.startswith("meshrun: ")]
+    said = told_in(link.log.splitlines())
     last = [line for line in link.log.splitlines() if line.strip()][-3:]
     sentence = next(iter(said), " / ".join(last) or f"the job ended with exit status {link.status}")
     error = UserError if link.status == 2 else RunFailed

@@ -12,15 +12,19 @@ the script without importing torch or the target.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from meshrun.cli.job_plan import PATIENCE, Plan, cluster_here, planned
-from meshrun.config import RunDirectory, write_whole
+from meshrun.cli.target import Target, failed_in, make
+from meshrun.config import RunConfig, RunDirectory, write_whole
 from meshrun.errors import RunFailed, UserError
+from meshrun.experiment import Experiment
 from meshrun.launch import limits
 from meshrun.launch.chain import Record
 from meshrun.launch.script import script
@@ -31,8 +35,7 @@ from meshrun.layout import parse
 
 def submit_command(words: list[str]) -> int:
     if "--dry-run" in words or "--help" in words:
-        asks = "--help" not in words
-        plan = planned(words, static=asks, here=cluster_here(PATIENCE) if asks else None)
+        plan = planned(words, static="--help" not in words, here=lambda: cluster_here(PATIENCE))
         return _shown(plan) if plan is not None else 0
     slurm = Slurm.here("look at the job here (--dry-run prints its script, meshrun rehearse plays it)")
     # What the target prints while it is imported is no part of the one document on standard output.
@@ -41,15 +44,19 @@ def submit_command(words: list[str]) -> int:
     _warn(plan)
     submission, job = _submitted(plan, slurm)
     as_json, given = plan.asked.as_json, plan.asked.beyond
-    told = {"script": script(submission), "run": str(submission.run), "job": job}
+    told: dict[str, Any] = {"script": script(submission), "run": str(submission.run), "job": job}
+    if submission.sweep:
+        told["runs"] = [{"run": str(each.run), "values": each.values} for each in submission.sweep]
     if not as_json:
         print(f"job {job}: {submission.script_path}", file=sys.stderr)
-    if (as_json and not given["wait"]) or not given["follow"]:
+        for each in submission.sweep:
+            print(f"{each.run}: {each.values}", file=sys.stderr)
+    if not given["wait"] and (as_json or not given["follow"]):
         print(json.dumps(told) if as_json else f"meshrun follow {submission.run} shows it live")
         return 0
     from meshrun.cli.following import follow
 
-    return follow(slurm, submission.run, told if as_json else None)
+    return follow(slurm, submission.run, told if as_json else None, quiet=not given["follow"])
 
 
 def _shown(plan: Plan) -> int:
@@ -63,7 +70,7 @@ def _shown(plan: Plan) -> int:
 
 def _checked(words: list[str]) -> Plan:
     """What the words ask for; what cannot work is refused before anything waits in a queue for it."""
-    here = cluster_here(TIMEOUT)
+    here = functools.cache(lambda: cluster_here(TIMEOUT))
     # First what can be refused at once: importing the target takes seconds.
     planned(words, here=here)
     plan = planned(words, static=False, here=here)
@@ -74,11 +81,20 @@ def _checked(words: list[str]) -> Plan:
         layout = parse(config.layout).resolve(resources.ranks, resources.procs, config.allow_tp_across_nodes)
         if layout.dp < layout.size:
             from meshrun.cli.rank import how_of, override
-            from meshrun.cli.target import make
             from meshrun.train.loop import refuse
 
-            refuse(override(make(asked.target, config.options, config.data), config)[0], layout, how_of(config))
+            refuse(override(_experiment(asked.target, config), config)[0], layout, how_of(config))
     return plan
+
+
+def _experiment(target: Target, config: RunConfig) -> Experiment:
+    """What the job will train; an error in the user's own code is told in a sentence."""
+    try:
+        return make(target, config.options, config.data)
+    except (UserError, RunFailed):
+        raise
+    except Exception as error:
+        raise RunFailed(failed_in(target, error)) from error
 
 
 def _warn(plan: Plan) -> None:

@@ -61,8 +61,7 @@ def test_a_job_of_two_nodes_is_played_stopped_and_gone_on_with(call: Call, tmp_p
     assert [(link["job"], link["status"], link["told"]) for link in found["links"]] == [("1", 0, True), ("1", 0, False)]
     # The text is that of the job that would be submitted, but for where its run is.
     dry = call("submit", *words, "--dry-run", "--json").document
-    text, run = dry["script"].replace(" --dry-run", ""), dry["run"]
-    assert text.count(run) == 2 and text.replace(run, found["run"]) == found["script"]
+    assert (found["run"], found["script"]) == (dry["run"], dry["script"].replace(" --dry-run", ""))
     # The small model of the recipe, on the same samples as one process.
     one = "--width 8 --lr 1e-3 --steps 3 --batch 4 --eval-first 4 --device cpu --json"
     alone = call("run", "digits", *one.split())
@@ -70,16 +69,42 @@ def test_a_job_of_two_nodes_is_played_stopped_and_gone_on_with(call: Call, tmp_p
     assert not list(tmp_path.glob("meshrun-rehearsal-*")) and not left_over(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("step 3  val  loss 2.7617", "step 3  val  loss 2.7617"),
+        ("digits: 3 steps on 4 ranks  ->  /tmp/played/runs/digits-1", "digits: 3 steps on 4 ranks"),
+        ("stopped after step 1 of 3; meshrun resume /tmp/played/runs/digits-1 goes on", "stopped after step 1 of 3"),
+        (
+            "stopped after step 1 of 3; sbatch /tmp/played/job.sh goes on, and --until-done would do so by itself",
+            "stopped after step 1 of 3",
+        ),
+        ("/tmp/played/job.sh: line 3: x: command not found", "/tmp/played/job.sh: line 3: x: command not found"),
+        ("report: /tmp/played/runs/digits-1/report.html", None),
+        ("batch 32 -> 4: the linear scaling rule would multiply learning rates by 0.125 (--scale-lr does)", None),
+        (
+            "    log: /tmp/played/runs/digits-1/logs/rank-00003.log",
+            "    log: /tmp/played/runs/digits-1/logs/rank-00003.log",
+        ),
+    ],
+)
+def test_what_holds_for_no_rehearsal_is_not_passed_on(line: str, told: str | None):
+    said: list[str] = []
+    rehearse._pass_on(Path("/tmp/played"), said.append, line)
+    assert said == ([] if told is None else [told])
+
+
 def test_a_target_that_fails_on_one_rank_says_so_in_the_jobs_words(call: Call, tmp_path: Path):
     failed = call("rehearse", TINY, "--nodes", 1, "--gpus-per-node", 4, "--fault", "raise", "--rank", 3, "--step", 1)
     assert failed.status == 1
     last = failed.err.splitlines()[-1]
     assert re.fullmatch(
-        r"meshrun: rank 3 on \S+ failed: ValueError: bad luck; the job's log and run are in (\S+)", last
+        r"meshrun: rank 3 on \S+ failed: ValueError: bad luck \(tiny.py:\d+\); the job's log and run are in (\S+)", last
     )
     assert "tiny.py has no REHEARSAL = {…options of a small model…}: its model is played as it is" in failed.err
     log = Path(last.rpartition(" ")[2]) / "runs" / "tiny-1" / "logs" / "slurm-1.out"
-    assert "no further link follows" in log.read_text() and not left_over(tmp_path)
+    assert "meshrun: the training failed with exit status 1\n" in log.read_text() and not left_over(tmp_path)
+    assert "Traceback" not in failed.err and "Traceback" in (log.parent / "rank-00003.log").read_text()
 
 
 def test_a_line_of_the_setup_that_fails_is_named(call: Call, tmp_path: Path):

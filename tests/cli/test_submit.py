@@ -218,6 +218,18 @@ def test_what_cannot_be_submitted_is_refused_in_a_sentence(call: Call, tmp_path:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_option_that_was_meant_is_named(call: Call, tmp_path: Path):
+    (tmp_path / "mine.py").write_text("def experiment(width: int = 3): ...\n")
+    check_refusal(
+        call("submit", "mine.py", "--widht", 5, "--dry-run"), r"^No such option: --widht; did you mean --width\? "
+    )
+
+
+def test_a_file_that_is_no_python_is_named_with_its_line(call: Call, tmp_path: Path):
+    (tmp_path / "broken.py").write_text("x = 1\ndef experiment(:\n")
+    check_refusal(call("submit", "broken.py", *DRY), r"^broken\.py is not valid Python: line 2: invalid syntax$")
+
+
 def test_gpus_that_nobody_knows_of_are_asked_for(call: Call):
     check_refusal(
         call("submit", "digits", "--dry-run"), r"^how many GPUs a node has is not known here; .*\(--gpus-per-node\)$"
