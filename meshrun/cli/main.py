@@ -7,6 +7,7 @@ well another time. `--debug` shows the traceback as well.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import json
 import os
 import re
@@ -298,6 +299,10 @@ def _summary(result: dict[str, Any]) -> None:
 
 def _of_usage(error: Exception, text: str) -> str:
     """What typer says of the words, on one line, and where the right ones are found."""
+    if near := getattr(error, "possibilities", None):
+        wrong = getattr(error, "option_name", "")
+        nearest = max(near, key=lambda name: difflib.SequenceMatcher(None, wrong, name).ratio())
+        text = f"{getattr(error, 'message', text).rstrip('.')}; did you mean {nearest}?"
     command = getattr(getattr(error, "ctx", None), "command_path", None)
     return " ".join(text.split()).rstrip(".") + (f" ({command} --help lists what is valid)" if command else "")
 

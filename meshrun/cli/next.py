@@ -17,7 +17,8 @@ from meshrun.errors import RunFailed, UserError
 from meshrun.launch.chain import Decision, Record, decide, seen_of
 from meshrun.launch.slurm import Job, Slurm
 from meshrun.world.environment import inherited
-from meshrun.world.slurm import element_id
+from meshrun.world.rendezvous import forget
+from meshrun.world.slurm import element_id, job_id
 
 RETRIES = (0.0, 2.0, 5.0)
 """Seconds to wait before each try to start the next link."""
@@ -28,6 +29,8 @@ def next_command(run: Path, status: int, as_json: bool) -> int:
     record, id = Record.load(run), element_id(inherited())
     if id is None:
         raise UserError("next decides at the end of a job, and this is none; sbatch the script of the run instead")
+    with contextlib.suppress(OSError):
+        forget(run.parent, job_id(inherited()) or id)
     slurm = Slurm.here()
     job, preempted = _looked_up(slurm, id)
     ending = job is not None and job.state in ("COMPLETING", "CANCELLED") and job.reason != "TimeLimit"

@@ -5,6 +5,7 @@ Rank 0 writes its address, the others look until it answers:
     publish(run, world.job, world.attempt, own_address(world, site), port)   # rank 0
     where = lookup(run, world.job, world.attempt)                        # the others, until it is not None
     withdraw(run, world.job, world.attempt)                              # rank 0, when all have come
+    forget(run, "4711")                                                  # who ends the Slurm job
 
 A file left by a launch that died looks like a good one: whoever cannot connect to what it says looks again.
 """
@@ -56,6 +57,12 @@ def lookup(folder: Path, job: str, attempt: int) -> tuple[str, int] | None:
 def withdraw(folder: Path, job: str, attempt: int) -> None:
     """Take the file away once every rank has come: nobody looks for it any more."""
     _path(folder, job, attempt).unlink(missing_ok=True)
+
+
+def forget(folder: Path, job: str) -> None:
+    """Take away what the steps of a Slurm job have left: ranks that were killed withdraw nothing."""
+    for path in (folder / FOLDER).glob(f"slurm-{quote(job, safe='')}.*"):
+        path.unlink(missing_ok=True)
 
 
 def own_address(world: World, site: str | None = None) -> str:
