@@ -229,7 +229,8 @@ def _submission(
     return Submission(
         name=run.name,
         run=run,
-        command=("meshrun", command, *words),
+        # As it is typed to submit it, so that what is shown is what would be sent.
+        command=("meshrun", command, *(word for word in words if word != "--dry-run")),
         python=sys.executable,
         resources=resources,
         rules=rules_of(site) if site is not None else Rules(),

@@ -128,10 +128,8 @@ def _placed(submission: Submission, run: RunDirectory, runs: Path) -> Submission
 
 def _pass_on(folder: Path, tell: Callable[[str], None], line: str) -> None:
     """What the job prints, less what holds for no rehearsal: its batch is our choice, its folder will be gone."""
-    if str(folder) in line:
-        line = re.sub(
-            rf"(; |^)(meshrun resume|sbatch) {folder}/\S* goes on[^;]*|(^report:|  -> ) {folder}/.*", "", line
-        )
+    here = re.escape(str(folder))
+    line = re.sub(rf"(; |^)(meshrun resume|sbatch) {here}/\S* goes on[^;]*|(^report:|  -> ) {here}/.*", "", line)
     if line and "the linear scaling rule would" not in line:
         tell(line)
 
