@@ -187,6 +187,8 @@ def test_scripts_read_why_it_stopped_and_what_it_had_reached(course: Course, cou
         "in a job": "it got SIGTERM",
     }
     assert re.fullmatch(reasons[course.launcher], stopped["why"])
+    givers = {"own": "clock", "torchrun": "clock", "mpirun": "signal", "mpiexec": "user", "in a job": "signal"}
+    assert stopped["by"] == givers[course.launcher]
 
 
 @every_launcher
