@@ -29,7 +29,7 @@ from tests.launch.test_other_launchers import HYDRA, OPENMPI, TORCHRUN
 from tests.train.small import points, small
 
 SLOW = str(Path(__file__).parent / "programs/slow.py")
-REFERENCE = 1000
+REFERENCE = 600
 MORE = 5
 """Steps that are made after a run has gone on, each of which would show that it did not go on as it was."""
 LAUNCHERS: dict[str, tuple[str, ...]] = {
@@ -116,7 +116,7 @@ def courses(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Courses]:
     words = ["--procs", 2, "--steps", REFERENCE, "--eval-every", REFERENCE, "--json"]
     reference = meshrun(tmp_path_factory.mktemp("reference"), "run", SLOW, *words)
     assert reference.status == 0, reference.err
-    deadline = 6 + 3 * (time.time() - began)
+    deadline = 5 + 2.5 * (time.time() - began)
     found = [each for each in LAUNCHERS if shutil.which(LAUNCHERS[each][0])]
     made = {each: Course(tmp_path_factory.mktemp("course"), each) for each in found}
     try:
