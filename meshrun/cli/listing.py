@@ -110,7 +110,11 @@ def called_off(slurm: Slurm, run: Path) -> list[str]:
 
 
 def _alive(slurm: Slurm, record: Record) -> list[str]:
-    return [id for id in record.jobs[-1:] if any(not job.over for job in slurm.elements(id))]
+    def is_over(job: Job) -> bool:
+        # Of one that is being cleared away it is known whether it comes back.
+        return job.over or bool(record.ended and job.state == "COMPLETING")
+
+    return [id for id in record.jobs[-1:] if not all(map(is_over, slurm.elements(id)))]
 
 
 def rows(slurm: Slurm, runs: Path) -> list[Row]:

@@ -300,9 +300,9 @@ def _summary(result: dict[str, Any]) -> None:
 def _of_usage(error: Exception, text: str) -> str:
     """What typer says of the words, on one line, and where the right ones are found."""
     if near := getattr(error, "possibilities", None):
-        wrong = getattr(error, "option_name", "")
-        nearest = max(near, key=lambda name: difflib.SequenceMatcher(None, wrong, name).ratio())
-        text = f"{getattr(error, 'message', text).rstrip('.')}; did you mean {nearest}?"
+        # Its own list has all that is remotely alike, in the order of the alphabet.
+        meant = difflib.get_close_matches(getattr(error, "option_name", ""), near, 1, cutoff=0.75)
+        text = getattr(error, "message", text).rstrip(".") + (f"; did you mean {meant[0]}?" if meant else "")
     command = getattr(getattr(error, "ctx", None), "command_path", None)
     return " ".join(text.split()).rstrip(".") + (f" ({command} --help lists what is valid)" if command else "")
 

@@ -12,11 +12,14 @@ from pathlib import Path
 
 import pytest
 
+from meshrun.cli import submit
 from meshrun.cli.job_plan import planned
 from meshrun.cli.main import main
 from meshrun.cli.options import options_of
 from meshrun.cli.static import static_options
 from meshrun.cli.target import Target, find, recipes
+from meshrun.config import RunConfig
+from meshrun.errors import RunFailed
 from tests.cli.test_bad_input import check_refusal
 from tests.launch.command import Ended
 from tests.launch.test_probe import recorded_slurm
@@ -224,6 +227,19 @@ def test_the_option_that_was_meant_is_named(call: Call, tmp_path: Path):
     check_refusal(
         call("submit", "mine.py", "--widht", 5, "--dry-run"), r"^No such option: --widht; did you mean --width\? "
     )
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        ("raise SystemExit('giving up')", "experiment() of mine.py ended the program in line 2: giving up"),
+        ("return {}['width']", "experiment() of mine.py failed in line 2: KeyError: 'width'"),
+    ],
+)
+def test_an_error_in_the_users_own_file_is_a_sentence_with_its_line(tmp_path: Path, line: str, sentence: str):
+    (tmp_path / "mine.py").write_text(f"def experiment():\n    {line}\n")
+    with pytest.raises(RunFailed, match=f"^{re.escape(sentence)}$"):
+        submit._experiment(find(str(tmp_path / "mine.py")), RunConfig(target="mine.py"))
 
 
 def test_a_file_that_is_no_python_is_named_with_its_line(call: Call, tmp_path: Path):

@@ -17,6 +17,7 @@ from meshrun.errors import RunFailed, UserError
 from meshrun.launch.chain import Link, Record, Seen, decide
 from meshrun.launch.slurm import Job, Slurm, parsed
 from meshrun.launch.submission import Resources, Rules, Submission
+from meshrun.world.rendezvous import publish
 
 ASKED = Resources(nodes=1, gpus_per_node=1, procs=1, seconds=3600)
 RECORD = Record(Submission("a-1", Path("/runs/a-1"), ("meshrun",), "/usr/bin/python3", ASKED), ("7",))
@@ -231,6 +232,13 @@ def test_a_run_that_has_reached_its_end_is_complete(run: RunDirectory, monkeypat
     write_json(run.path / "result.json", {"steps": 100})
     assert after(run, Fake(), monkeypatch) == 0
     assert Record.load(run.path).links[-1].what == "complete"
+
+
+def test_a_job_that_is_over_leaves_no_meeting_place_behind(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    runs = run.path.parent
+    places = [publish(runs, f"slurm-{job}.0.1", 0, "10.0.0.1", 4711) for job in ("7", "77")]
+    after(run, Fake(), monkeypatch)
+    assert [place.exists() for place in places] == [False, True]
 
 
 def test_a_chain_that_cannot_go_on_says_so(
