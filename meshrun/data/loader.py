@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import multiprocessing
 import os
 import signal
@@ -141,18 +142,25 @@ def _read(dataset: MapDataset, pieces: Iterator[list[int]], reading: Reading) ->
         )
         if not reading.workers:
             return iter(loader)
-        with _blocked():  # readers are born so
+        with _birth():
             return _by_readers(iter(loader))
     collate = reading.collate or default_collate
     return (collate(numbered.__getitems__(piece)) for piece in pieces)
 
 
 @contextlib.contextmanager
-def _blocked() -> Iterator[None]:
+def _birth() -> Iterator[None]:
+    """Around the forks of readers, who inherit what holds here.
+
+    Signals for ranks are blocked. And what the rank has no more use for is not theirs to clear away: a group of ranks
+    that is taken apart in a reader waits for threads that only the rank has, and aborts.
+    """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_RANKS)
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
