@@ -1,13 +1,14 @@
 # make setup   a virtual environment in .venv with all that demo and test need
 # make demo    train the digits recipe on 2 local processes
 # make test    lint, types, and all tests
+# make every   the long cases that `make test` leaves out
 # make bench   all benchmarks; installs the peers that some compare with
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test lint bench launchers
+.PHONY: setup demo test every lint bench launchers
 
 setup: .venv/ready
 
@@ -22,7 +23,10 @@ demo: setup
 	@$(BIN)/meshrun run digits --procs 2
 
 test: setup launchers lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+every: setup launchers
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m every
 
 lint: setup
 	$(BIN)/ruff check .
@@ -38,6 +42,7 @@ bench: setup
 	$(BIN)/python benchmarks/pipeline.py
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/restart.py
+	$(BIN)/python benchmarks/links.py
 
 # The tests also run under the real Slurm, Open MPI and MPICH. Where these cannot be installed, tests say so and are skipped.
 # Nothing may start by itself: the tests start their own daemons, on virtual nodes.

@@ -225,6 +225,9 @@ def _submit(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> int:
+    if "--help" in words:  # without what starts ranks
+        parse_run(words)
+        return 0
     from meshrun.cli.nursery import nursery_for
 
     with nursery_for(words, next(iter(words), None)) as nursery:

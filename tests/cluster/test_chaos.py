@@ -19,6 +19,7 @@ def chaos(*words: object) -> tuple[int, dict[str, Any], str]:
     return ran.returncode, json.loads(ran.stdout), ran.stderr
 
 
+@pytest.mark.every  # test_nodes.py has the same loss in a third of the time
 @pytest.mark.timeout(260)
 def test_a_run_goes_on_without_a_node_that_lost_its_power(tmp_path):
     # Random numbers and means of the ranks' own would be others with another number of ranks.

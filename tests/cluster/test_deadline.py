@@ -94,7 +94,7 @@ def courses(kept_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> 
     # A machine that has much else to do needs more time to start.
     minutes = 1 + int((time.monotonic() - began) // 12)
     made: dict[str, Course] = {}
-    pause = 0.2 * minutes
+    pause = 1.2 * 60 * minutes / LONG  # longer than one job may take, and shorter than two
     two = ("--nodes", 2, "--gpus-per-node", 1)
     made["limit"] = submitted(
         cluster, folder, "limit", *two, "--time", f"{minutes}min", "--steps", LONG, "--pause", pause

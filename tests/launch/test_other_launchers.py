@@ -21,8 +21,9 @@ HYDRA = ("mpiexec.hydra", "-n", "2")
 
 LAUNCHERS = [
     pytest.param((*TORCHRUN, "-m", "meshrun"), "torchrun", id="torchrun"),
-    pytest.param((*OPENMPI, *MODULE), "openmpi", id="mpirun"),
-    pytest.param((*HYDRA, *MODULE), "pmi", id="mpiexec"),
+    # On two nodes of a cluster the same is shown by tests/cluster/test_launchers.py.
+    pytest.param((*OPENMPI, *MODULE), "openmpi", id="mpirun", marks=pytest.mark.every),
+    pytest.param((*HYDRA, *MODULE), "pmi", id="mpiexec", marks=pytest.mark.every),
 ]
 
 
