@@ -18,10 +18,13 @@ from meshrun.launch.chain import Decision, Record, decide, seen_of
 from meshrun.launch.slurm import Job, Slurm
 from meshrun.world.environment import inherited
 from meshrun.world.rendezvous import forget
-from meshrun.world.slurm import element_id, job_id
+from meshrun.world.slurm import element_id, job_id, restart_count
 
 RETRIES = (0.0, 2.0, 5.0)
 """Seconds to wait before each try to start the next link."""
+
+
+_AGAIN = Decision("next", "the job was put back into the queue from outside, and the run goes on there", 0)
 
 
 def next_command(run: Path, status: int, as_json: bool) -> int:
@@ -32,25 +35,25 @@ def next_command(run: Path, status: int, as_json: bool) -> int:
     with contextlib.suppress(OSError):
         forget(run.parent, job_id(inherited()) or id)
     slurm = Slurm.here()
-    job, preempted = _looked_up(slurm, id)
+    job, preempted, requeued = _looked_up(slurm, id)
     ending = job is not None and job.state in ("COMPLETING", "CANCELLED") and job.reason != "TimeLimit"
-    seen = seen_of(RunDirectory(run), status, ending, preempted)
-    decision = decide(record, seen)
-    # What Slurm takes away and gives back by itself is no link of ours.
-    after = record if preempted else record.over(id, decision, seen)
+    seen = seen_of(RunDirectory(run), status, ending and not requeued, preempted)
+    decision = _AGAIN if requeued and not seen.complete else decide(record, seen)
+    # What Slurm, or who else may, takes away and gives back is no link of ours.
+    after = record if preempted or decision is _AGAIN else record.over(id, decision, seen)
     after.save(run)
-    if decision.what == "next":
+    if decision.what == "next" and decision is not _AGAIN:
         decision = _go_on(slurm, run, after, decision, id)
     print(json.dumps({"run": str(run), **vars(decision)}) if as_json else f"meshrun: {decision.sentence}", flush=True)
     return decision.status
 
 
-def _looked_up(slurm: Slurm, id: str) -> tuple[Job | None, bool]:
-    """The job, and whether it is preempted; a controller that does not answer decides nothing."""
+def _looked_up(slurm: Slurm, id: str) -> tuple[Job | None, bool, bool]:
+    """The job, whether it is preempted, and requeued; a controller that does not answer decides nothing."""
     try:
-        return slurm.job(id), slurm.is_preempted(id)
+        return slurm.job(id), slurm.is_preempted(id), slurm.is_requeued(id, restart_count(inherited()))
     except RunFailed:
-        return None, False
+        return None, False, False
 
 
 def _go_on(slurm: Slurm, run: Path, record: Record, decision: Decision, id: str) -> Decision:

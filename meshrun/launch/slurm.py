@@ -121,6 +121,12 @@ class Slurm:
         when = re.search(r"\bPreemptTime=(\S+)", ended.stdout)
         return when is not None and when[1] not in ("None", "N/A", "Unknown")
 
+    def is_requeued(self, id: str, restarts: int) -> bool:
+        """Whether somebody puts this job, which was started again so many times, back into the queue just now."""
+        ended = self.run(["scontrol", "show", "job", id], of_new_job())
+        counted = re.search(r"\bRestarts=(\d+)", ended.stdout)
+        return counted is not None and int(counted[1]) > restarts
+
     def cancel(self, id: str) -> None:
         ended = self.run(["scancel", id], of_new_job())
         if ended.returncode:

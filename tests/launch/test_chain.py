@@ -109,8 +109,8 @@ def test_decision(case: str):
 class Fake:
     """Slurm's commands, written down instead of run."""
 
-    def __init__(self, state: str = "RUNNING", reason: str = "None", requeues: int = 0) -> None:
-        self.state, self.reason, self.requeues = state, reason, requeues
+    def __init__(self, state: str = "RUNNING", reason: str = "None", requeues: int = 0, restarts: int = 0) -> None:
+        self.state, self.reason, self.requeues, self.restarts = state, reason, requeues, restarts
         self.calls: list[list[str]] = []
 
     def __call__(self, argv: Any, _env: Any) -> Any:
@@ -119,6 +119,8 @@ class Fake:
         match argv[0], argv[1]:
             case "squeue", _:
                 out = "\x1f".join(("7", "7", self.state, self.reason, "1:00", "2:00", "N/A", "1", "n1", "/runs/job.sh"))
+            case "scontrol", "show":
+                out = f"JobId=7 JobState={self.state} Requeue=1 Restarts={self.restarts} BatchFlag=1"
             case "scontrol", "requeue":
                 code = self.requeues
             case "sbatch", _:
@@ -155,6 +157,18 @@ def test_the_job_is_requeued_and_the_link_is_counted(
     assert [(link.step, link.what) for link in record.links] == [(40, "next")]
     assert (record.jobs, record.used, record.ended) == (("7",), 2, "")
     assert capsys.readouterr().out.startswith("meshrun: stopped after step 40 of 100, ")
+
+
+def test_a_job_that_is_requeued_from_outside_just_now_is_not_cancelled_and_uses_no_link(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    slurm = Fake("COMPLETING", restarts=2)
+    assert after(run, slurm, monkeypatch, status=143) == 0
+    assert not slurm.asked("scontrol") and not slurm.asked("sbatch")
+    record = Record.load(run.path)
+    assert (record.links, record.ended, record.used) == ((), "", 1)
+    assert "put back into the queue" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("by", ["clock", "signal", "slurm", "user"])
