@@ -15,7 +15,7 @@ from pathlib import Path
 from meshrun.config import RunDirectory
 from meshrun.errors import RunFailed, UserError
 from meshrun.launch.chain import Decision, Record, decide, seen_of
-from meshrun.launch.slurm import Job, Slurm
+from meshrun.launch.slurm import Job, Slurm, is_preempted, is_requeued
 from meshrun.world.environment import inherited
 from meshrun.world.rendezvous import forget
 from meshrun.world.slurm import element_id, job_id, restart_count
@@ -51,9 +51,10 @@ def next_command(run: Path, status: int, as_json: bool) -> int:
 def _looked_up(slurm: Slurm, id: str) -> tuple[Job | None, bool, bool]:
     """The job, whether it is preempted, and requeued; a controller that does not answer decides nothing."""
     try:
-        return slurm.job(id), slurm.is_preempted(id), slurm.is_requeued(id, restart_count(inherited()))
+        job, about = slurm.job(id), slurm.about(id)
     except RunFailed:
         return None, False, False
+    return job, is_preempted(about), is_requeued(about, restart_count(inherited()))
 
 
 def _go_on(slurm: Slurm, run: Path, record: Record, decision: Decision, id: str) -> Decision:

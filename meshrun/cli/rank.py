@@ -282,20 +282,7 @@ def _train(
     if here.rank == 0:
         run.save_config(config, {**_resolved(trainer), "parameters": round(parameters)})
         recorder.board = Board.open(run.path / "tensorboard") if config.tensorboard else None
-    recorder(
-        "start",
-        rank=here.rank,
-        world=here.size,
-        host=here.world.host,
-        source=here.world.source,
-        device=str(here.device),
-        layout=str(here.layout),
-        pid=os.getpid(),
-        cores=sorted(os.sched_getaffinity(0)),
-        target=target.label,
-        total_steps=trainer.total_steps,
-        run=str(run.path),
-    )
+    _tell_start(recorder, run, target, trainer)
     for text in (*([note] if note else []), *here.notes, *trainer.placed.notes):
         recorder("note", text=text)
     resumed = trainer.resume()
@@ -320,6 +307,24 @@ def _train(
         run.stop_file.unlink(missing_ok=True)  # whoever made it came too late, and means no later start
         _draw_report(run, recorder)
     return result
+
+
+def _tell_start(recorder: Recorder, run: RunDirectory, target: Target, trainer: Trainer) -> None:
+    here = trainer.here
+    recorder(
+        "start",
+        rank=here.rank,
+        world=here.size,
+        host=here.world.host,
+        source=here.world.source,
+        device=str(here.device),
+        layout=str(here.layout),
+        pid=os.getpid(),
+        cores=sorted(os.sched_getaffinity(0)),
+        target=target.label,
+        total_steps=trainer.total_steps,
+        run=str(run.path),
+    )
 
 
 def _start_of_run(world: World, ours: bool) -> float:

@@ -10,12 +10,10 @@ With --no-kill Slurm lets a job go on without a node, whichever it is: the nodes
 from __future__ import annotations
 
 import contextlib
-import re
 from dataclasses import dataclass, field
 
 from meshrun.errors import RunFailed, UserError
-from meshrun.launch.slurm import Slurm
-from meshrun.world.environment import of_new_job
+from meshrun.launch.slurm import About, Slurm
 from meshrun.world.hostlist import expand_hosts
 
 
@@ -30,7 +28,7 @@ class Orphan:
     def is_one(self) -> bool:
         """False also where Slurm cannot be asked."""
         with contextlib.suppress(RunFailed, UserError):
-            return has_lost(self.slurm.run(["scontrol", "show", "job", self.job], of_new_job()).stdout, self.host)
+            return has_lost(self.slurm.about(self.job), self.host)
         return False
 
     def requeue(self) -> str:
@@ -44,9 +42,8 @@ class Orphan:
             return f"job {self.job} has lost its first node, {self.host}, and was ended: {error}"
 
 
-def has_lost(shown: str, host: str) -> bool:
+def has_lost(job: About, host: str) -> bool:
     """Whether a running batch job, as scontrol shows it, has no longer the host among its nodes."""
-    found = dict(re.findall(r"\b(\w+)=(\S*)", shown))
-    if found.get("JobState") != "RUNNING" or found.get("BatchFlag") != "1":
+    if job.get("JobState") != "RUNNING" or job.get("BatchFlag") != "1":
         return False
-    return host not in expand_hosts(found.get("NodeList", host))
+    return host not in expand_hosts(job.get("NodeList", host))

@@ -59,6 +59,9 @@ class Job:
         return self.state in OVER
 
 
+About = Mapping[str, str]
+
+
 def run_command(
     argv: Sequence[str], env: Mapping[str, str], patience: float = TIMEOUT
 ) -> subprocess.CompletedProcess[str]:
@@ -115,17 +118,9 @@ class Slurm:
         """The job, or each element of it if it is an array."""
         return self._listed("--jobs", id)
 
-    def is_preempted(self, id: str) -> bool:
-        """Whether Slurm takes the nodes of this job, which still runs, for one of a higher priority."""
-        ended = self.run(["scontrol", "show", "job", id], of_new_job())
-        when = re.search(r"\bPreemptTime=(\S+)", ended.stdout)
-        return when is not None and when[1] not in ("None", "N/A", "Unknown")
-
-    def is_requeued(self, id: str, restarts: int) -> bool:
-        """Whether somebody puts this job, which was started again so many times, back into the queue just now."""
-        ended = self.run(["scontrol", "show", "job", id], of_new_job())
-        counted = re.search(r"\bRestarts=(\d+)", ended.stdout)
-        return counted is not None and int(counted[1]) > restarts
+    def about(self, id: str) -> About:
+        """All that scontrol shows of a job, by its names; nothing of one that it does not know."""
+        return shown(self.run(["scontrol", "show", "job", id], of_new_job()).stdout)
 
     def cancel(self, id: str) -> None:
         ended = self.run(["scancel", id], of_new_job())
@@ -147,6 +142,22 @@ class Slurm:
                 return []
             raise RunFailed(_failed("squeue", ended))
         return [parsed(line) for line in ended.stdout.splitlines() if line.count(_SEPARATOR) >= len(_FIELDS) - 1]
+
+
+def shown(text: str) -> About:
+    """What scontrol has printed of a job."""
+    return dict(re.findall(r"\b(\w+)=(\S*)", text))
+
+
+def is_preempted(job: About) -> bool:
+    """Whether Slurm takes the nodes of this job, which still runs, for one of a higher priority."""
+    return job.get("PreemptTime", "None") not in ("None", "N/A", "Unknown")
+
+
+def is_requeued(job: About, restarts: int) -> bool:
+    """Whether somebody puts this job, which was started again so many times, back into the queue just now."""
+    counted = job.get("Restarts", "")
+    return counted.isdecimal() and int(counted) > restarts
 
 
 def _failed(command: str, ended: subprocess.CompletedProcess[str]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from meshrun.launch.orphans import Orphan, has_lost
-from meshrun.launch.slurm import Slurm
+from meshrun.launch.slurm import Slurm, shown
 
 SHOWN = """JobId=20 JobName=job.sh
    UserId=root(0) GroupId=root(0) MCS_label=N/A
@@ -32,7 +32,7 @@ SHOWN = """JobId=20 JobName=job.sh
     ],
 )
 def test_a_batch_job_that_runs_on_other_nodes_than_its_first_is_an_orphan(old: str, new: str, lost: bool):
-    assert has_lost(SHOWN.replace(old, new) if old else SHOWN, "n1") is lost
+    assert has_lost(shown(SHOWN.replace(old, new) if old else SHOWN), "n1") is lost
 
 
 class Asked:

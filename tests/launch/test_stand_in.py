@@ -14,7 +14,7 @@ import pytest
 
 from meshrun.errors import UserError
 from meshrun.launch.rehearsal import Rehearsal, requests
-from meshrun.launch.slurm import Slurm
+from meshrun.launch.slurm import Slurm, is_preempted
 from meshrun.launch.stand_in import PlayedJob, put_up, stand_in
 from meshrun.world import World, detect
 from meshrun.world.played import Allocation, inherited_by_jobs, of_batch
@@ -125,7 +125,7 @@ def test_what_our_own_code_asks_of_slurm_is_answered(folder: Path, monkeypatch: 
     slurm = Slurm.here()
     job = slurm.job("7")
     assert job is not None and (job.state, job.nodes, job.hosts) == ("RUNNING", 2, "rehearsed[1-2]")
-    assert job.script == Path("/runs/job.sh") and not slurm.is_preempted("7") and slurm.job("9") is None
+    assert job.script == Path("/runs/job.sh") and not is_preempted(slurm.about("7")) and slurm.job("9") is None
     end = end_of_job({**os.environ, "SLURM_JOB_ID": "7"})
     assert end is not None and abs(end - JOB.ends) < 2
     slurm.requeue("7")
