@@ -24,9 +24,6 @@ RETRIES = (0.0, 2.0, 5.0)
 """Seconds to wait before each try to start the next link."""
 
 
-_AGAIN = Decision("next", "the job was put back into the queue from outside, and the run goes on there", 0)
-
-
 def next_command(run: Path, status: int, as_json: bool) -> int:
     """Say how a submitted run goes on after its job, and see to it."""
     record, id = Record.load(run), element_id(inherited())
@@ -37,12 +34,12 @@ def next_command(run: Path, status: int, as_json: bool) -> int:
     slurm = Slurm.here()
     job, preempted, requeued = _looked_up(slurm, id)
     ending = job is not None and job.state in ("COMPLETING", "CANCELLED") and job.reason != "TimeLimit"
-    seen = seen_of(RunDirectory(run), status, ending and not requeued, preempted)
-    decision = _AGAIN if requeued and not seen.complete else decide(record, seen)
+    seen = seen_of(RunDirectory(run), status, ending, preempted, requeued)
+    decision = decide(record, seen)
     # What Slurm, or who else may, takes away and gives back is no link of ours.
-    after = record if preempted or decision is _AGAIN else record.over(id, decision, seen)
+    after = record if preempted or decision.what == "queued" else record.over(id, decision, seen)
     after.save(run)
-    if decision.what == "next" and decision is not _AGAIN:
+    if decision.what == "next":
         decision = _go_on(slurm, run, after, decision, id)
     print(json.dumps({"run": str(run), **vars(decision)}) if as_json else f"meshrun: {decision.sentence}", flush=True)
     return decision.status

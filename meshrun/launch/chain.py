@@ -106,6 +106,8 @@ class Seen:
     ending: bool = False
     """Whether Slurm is ending the job for another reason than its time limit: somebody has cancelled it."""
     preempted: bool = False
+    requeued: bool = False
+    """Whether somebody else has put the job back into the queue already."""
     by_user: bool = False
     """Whether a person has asked the run to rest, by making the file `stop` in it."""
 
@@ -119,7 +121,8 @@ class Seen:
 class Decision:
     """What becomes of a chain."""
 
-    what: Literal["complete", "failed", "cancelled", "over", "next"]
+    what: Literal["complete", "failed", "cancelled", "queued", "over", "next"]
+    """queued: it goes on without us."""
     sentence: str
     status: int
 
@@ -130,6 +133,8 @@ def decide(record: Record, seen: Seen) -> Decision:
         return Decision("complete", "the training is complete", 0)
     most = record.submission.links
     no_more = ", so no further link follows" if most > 1 else ""
+    if seen.requeued and not record.cancelled:
+        return Decision("queued", "the job was put back into the queue from outside, and the run goes on there", 0)
     if record.cancelled or seen.ending:
         return Decision("cancelled", f"the job was cancelled{no_more}", seen.status or 1)
     where, status = _where(seen), seen.status
@@ -155,11 +160,11 @@ def decide(record: Record, seen: Seen) -> Decision:
     return Decision("next", f"{where}; link {used + 1} of at most {most} goes on", 0)
 
 
-def seen_of(run: RunDirectory, status: int, ending: bool, preempted: bool) -> Seen:
+def seen_of(run: RunDirectory, status: int, ending: bool, preempted: bool, requeued: bool) -> Seen:
     """How a run stands, from what it has left on the disk."""
     stopped = run.stopped()
     by_user = (stopped or {}).get("by") == "user" or run.asked_to_stop_by() == "user"
-    return Seen(status, is_complete(run, status), stopped, _newest(run), ending, preempted, by_user)
+    return Seen(status, is_complete(run, status), stopped, _newest(run), ending, preempted, requeued, by_user)
 
 
 def is_complete(run: RunDirectory, status: int = 1) -> bool:

@@ -94,6 +94,13 @@ CASES: dict[str, tuple[Record, Seen, tuple[str, int], str]] = {
         ("failed", 1),
         "^the training failed with exit status 1$",
     ),
+    "requeued by somebody else": (
+        *(chain(3), Seen(143, False, None, 40, ending=True, requeued=True), ("queued", 0), "goes on there"),
+    ),
+    "requeued, but cancelled": (
+        *(replace(chain(3), cancelled=True), Seen(143, False, None, 40, ending=True, requeued=True)),
+        *(("cancelled", 143), "was cancelled"),
+    ),
     "preempted without a chain": (chain(1), Seen(0, False, STOPPED, 40, preempted=True), ("next", 0), "queued again"),
 }
 
