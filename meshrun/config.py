@@ -65,6 +65,9 @@ class RunConfig:
     eval_first: int | None = option(None, "Evaluate only the first so many samples of each set.")
     workers: int | None = option(None, "Reader processes a rank; from the cores of a rank when absent.")
     prefetch: int = option(2, "Batches that each reader keeps ready.")
+    shuffle: str | None = option(None, "Order of an epoch: full, window[:SAMPLES], length[:BATCHES], or none.")
+    cache: str = option("none", "Copy data files to the node first: auto, tmp, memory, a folder, or none.")
+    skip_bad_samples: bool = option(False, "Go on without samples that cannot be read, and count them.")
     checkpoint: str = option(
         "auto", "When to save all state: auto, every so many steps (500), a time (10min), or none."
     )

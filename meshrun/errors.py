@@ -16,6 +16,10 @@ class SharedError(UserError):
     """A UserError that all ranks of a job meet alike: rank 0 says it for all."""
 
 
+class BadSample(UserError):
+    """One sample cannot be used: a sentence with its number and its file. `--skip-bad-samples` goes on without it."""
+
+
 class RunFailed(Exception):
     """The run itself failed (an error of the program, a loss that is not a number): one sentence, exit status 1."""
 

@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 from meshrun.errors import UserError
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
@@ -30,11 +32,26 @@ PRECISIONS = ("fp32", "bf16")
 
 
 class MapDataset(Protocol):
-    """A dataset whose samples are found by number: `len(data)` and `data[i] -> (inputs, targets)`."""
+    """A dataset whose samples are found by number: `len(data)` and `data[i] -> (inputs, targets)`.
+
+    What else it may have is used where it is there: `__getitems__(ids)`, a list of samples; `batch_of(ids)`, a whole
+    batch at once; `chunk`, how many neighbouring samples are best read together; `lengths(ids)`, how long each is;
+    `light`, true where reading costs next to nothing; `fingerprint`, a word that changes when the data does.
+    """
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, index: int, /) -> Any: ...
+
+
+class Draws(Protocol):
+    """Random numbers for the samples of a batch, which depend on seed, epoch and sample and never on the mesh.
+
+    Every call gives others.
+    """
+
+    def uniform(self, count: int = 1) -> Tensor:
+        """(samples, count) numbers from 0 up to 1, on the device of the batch."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +127,15 @@ class Experiment:
     seed: int = 0
     collate: Callable[[list[Any]], Any] | None = None
     """Makes one batch of a list of samples; torch's own when absent."""
+    shuffle: str = "full"
+    """The order of an epoch: `full`; `window` or `window:SAMPLES`, which reads big files nearly from front to back;
+    `length` or `length:BATCHES`, which puts samples of like length together; `none`. The same on every mesh."""
+    augment: Callable[[Any, Draws], Any] | None = None
+    """(inputs, draws) -> inputs: changes the inputs of a training batch at random, on the device that computes it."""
+    after: Callable[[nn.Module, Path], Mapping[str, Any] | None] | None = None
+    """(model, folder of the run): called once after the training, with the best weights in evaluation mode.
+
+    What it prints is shown, and what it returns is in result.json."""
     segments: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     """The modules that the model applies in order: where it may be cut and sharded."""
     tensor_plan: Mapping[str, str] | None = None
@@ -147,6 +173,9 @@ class Experiment:
             raise UserError(f"epochs is {self.epochs!r}; it must be above 0 (--epochs)")
         if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
             raise UserError(f"clip is {self.clip!r}; it must be above 0, or absent (--clip)")
+        for name in ("augment", "after"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise UserError(f"{name} is {_described(getattr(self, name))}; it must be a function")
         if self.precision not in PRECISIONS:
             raise UserError(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)} (--precision)")
         if self.batch > len(self.train):

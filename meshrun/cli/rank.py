@@ -409,7 +409,7 @@ def _draw_report(run: RunDirectory, recorder: Recorder) -> None:
 
 def override(experiment: Experiment, config: RunConfig) -> tuple[Experiment, float, str]:
     """The experiment with what the command line changes; the factor for learning rates; what to tell the user."""
-    names = ("steps", "epochs", "batch", "micro", "seed", "clip", "precision")
+    names = ("steps", "epochs", "batch", "micro", "seed", "clip", "precision", "shuffle")
     changes = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     if "epochs" in changes and "steps" not in changes:
         changes["steps"] = None
