@@ -223,6 +223,13 @@ def finish() -> None:
     _here = None
 
 
+def stay(here: Here) -> None:
+    """After `finish()`: be a world of one where `here` was, for a rank that has more to do when the others are gone."""
+    global _here
+    world = World(0, 1, 0, 1, 0, 1, here.world.host, "none")
+    _here = Here(world, parse("dp=*").resolve(1), here.device, None, here.site)
+
+
 def _finish_at_exit() -> None:
     """Leave for a program that has come to its end; one that failed may have left others waiting, so it just goes."""
     if getattr(sys, "last_value", None) is None:

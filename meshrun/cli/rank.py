@@ -27,6 +27,7 @@ from torch.utils.data import Subset
 
 import meshrun
 from meshrun import mesh
+from meshrun.cli.after import finish_with
 from meshrun.cli.target import Target, find, make, place_of
 from meshrun.config import RunConfig, RunDirectory, write_json
 from meshrun.data.loader import has_lost_a_reader
@@ -59,6 +60,14 @@ from meshrun.world.environment import inherited
 
 Tell = Callable[[Event], None]
 
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What a rank has at the end of the training."""
+
+    result: dict[str, Any]
+    experiment: Experiment
+    here: mesh.Here
 
 _NOT_THE_USERS = (str(Path(meshrun.__file__).parent), str(Path(torch.__file__).parent), "<frozen")
 """Where lines of a traceback come from that say nothing to the user."""
@@ -121,8 +130,9 @@ def rank_command(folder: Path, launcher: int, memory: Path | None = None) -> Non
                 mesh.listen(pulse.waiting)
                 let_go_when_told(memory, world.attempt)
             with Signals() as signals:
-                _train(config, run, target, recorder, memory, pulse, signals)
+                trained = _train(config, run, target, recorder, memory, pulse, signals)
                 mesh.finish()
+            _afterwards(trained, run, recorder, pulse)
         recorder("end")
         recorder.close()
     except BaseException as error:
@@ -170,8 +180,9 @@ def _work_in(run: RunDirectory, here: mesh.Here, target: Target, tell: Tell) -> 
     try:
         with signals:
             with _watched(config, run, here, recorder) as pulse:
-                result = _train(config, run, target, recorder, None, pulse, signals)
+                trained = _train(config, run, target, recorder, None, pulse, signals)
             mesh.finish()
+        result = _afterwards(trained, run, recorder, None)
     except Exception as error:
         if isinstance(error, mesh.PeerLost) and (hang := told(run.path)):
             error = RunFailed(hang)
@@ -264,7 +275,7 @@ def _train(
     memory: Path | None,
     pulse: Pulse | None,
     signals: Signals,
-) -> dict[str, Any]:
+) -> Trained:
     began = time.monotonic()
     here = start_rank(config)
     restarted = here.world.source == "torchrun" and here.world.attempt > 0
@@ -306,6 +317,19 @@ def _train(
         write_json(run.path / "result.json", result)
         run.stop_file.unlink(missing_ok=True)  # whoever made it came too late, and means no later start
         _draw_report(run, recorder)
+    return Trained(result, experiment, here)
+
+
+def _afterwards(trained: Trained, run: RunDirectory, recorder: Recorder, pulse: Pulse | None) -> dict[str, Any]:
+    """When all is kept and the ranks have parted: rank 0 does what the experiment wants done with its model."""
+    result, experiment, here = trained.result, trained.experiment, trained.here
+    if here.rank != 0 or experiment.after is None or "stopped" in result:
+        return result
+    if pulse is not None:
+        pulse.mark("after", result["steps"])
+    mesh.stay(here)
+    result = finish_with(experiment, run, result, recorder, here.device)
+    _draw_report(run, recorder)
     return result
 
 

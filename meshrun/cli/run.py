@@ -78,7 +78,7 @@ def _alone(asked: Asked, shown: bool = True) -> dict[str, Any]:
     from meshrun.cli.rank import run_script, work
 
     quiet = _kept_for_the_document() if asked.as_json else contextlib.nullcontext()
-    with Story(Console(stderr=True)) as story, quiet:
+    with Story(Console(stderr=True), None if asked.as_json else sys.stdout) as story, quiet:
         if asked.target.entry is not None:
             return work(asked.config, asked.target, story.tell if shown else _ignore, asked.run)
         run_script(asked.config, asked.target)

@@ -5,7 +5,8 @@
     read_events(path)                    # all complete lines, as dicts
     Follower(path).new()                 # those that have come since the last call
 
-Kinds: `start`, `step`, `eval`, `note` (a sentence for the user), `failure`, `end`. Every event has `time` and `kind`.
+Kinds: `start`, `step`, `eval`, `note` (a sentence for the user), `after` (what was printed then), `failure`, `end`.
+Every event has `time` and `kind`.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ from meshrun.observe import flight, stacks
 
 BEAT_EVERY = 0.5
 SNIFF_EVERY = 10.0
-LONG_PHASES = ("starting", "compiling", "evaluating", "saving", "done")
+LONG_PHASES = ("starting", "compiling", "evaluating", "saving", "done", "after")
 """Phases that may take their time: how long is not known from the pace of the steps."""
 
 _HEAD = struct.Struct("<8sqqqQd")

@@ -73,6 +73,9 @@ class Story:
                     self._line(f"step {event['step']:,}  {name}  {_scores(scores)}")
             case "note":
                 self._line(event["text"])
+            case "after":
+                for line in event["text"].splitlines():
+                    self.say(line)
             case "restart" | "hang" | "straggler":
                 self._line(event["sentence"])
             case "checkpoint":

@@ -16,6 +16,7 @@ before that, so watching costs the training nothing.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -176,6 +177,8 @@ class Watcher:
 
 def limit_of(pulse: Reading, pulses: list[Reading], config: RunConfig) -> float:
     """How long a rank may be silent where it is now."""
+    if pulse.phase == "after":
+        return math.inf  # all is kept, nobody waits for it, and only the user knows how long that takes
     if pulse.phase == "evaluating" and pulse.evaluations:
         return max(config.hang_after or LEAST_LIMIT, TIMES_LONGEST * pulse.longest_evaluating)
     if pulse.phase in LONG_PHASES or not pulse.finished:
