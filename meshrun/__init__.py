@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshrun.data.sources.tokens import TokenFile
     from meshrun.data.staging import Stage, staged
     from meshrun.errors import RunFailed, UserError
     from meshrun.experiment import Experiment, Loss, Schedule
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "meshrun.data.sources.tokens": ("TokenFile",),
     "meshrun.data.staging": ("Stage", "staged"),
     "meshrun.errors": ("RunFailed", "UserError"),
     "meshrun.experiment": ("Experiment", "Loss", "Schedule"),
@@ -39,6 +41,7 @@ __all__ = [
     "RunFailed",
     "Schedule",
     "Stage",
+    "TokenFile",
     "Trainer",
     "Update",
     "UserError",

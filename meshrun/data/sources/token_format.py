@@ -1,0 +1,183 @@
+"""What a token file is: one safetensors file of tokens and of where each document starts.
+
+    write(Path("news.tokens"), [np.array([0, 5, 7]), np.array([0, 9])], lengths=np.array([3, 2]), vocabulary=4096)
+    layout = read_layout(Path("news.tokens"))         # where in the file the numbers are, and what they are
+    tokenizer_beside(Path("news.tokens"))             # news.tokenizer.json
+
+Two tensors: `starts`, the number of each document's first token and behind them that of all tokens; and `tokens`, two
+bytes each where the vocabulary allows, else four. `starts` come first, so that both are aligned. Its metadata say how
+large the vocabulary is, which tokenizer made it, and the checksum of all its numbers. Equal tokens are equal bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrun.errors import UserError
+
+FORMAT = "meshrun-tokens-1"
+ENDING = ".tokens"
+_DTYPES: dict[str, np.dtype[Any]] = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
+_STARTS = np.dtype("<i8")
+_LONGEST_HEADER = 1 << 20
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class TokenLayout:
+    """Where the numbers of a token file are, and what its metadata say of them."""
+
+    size: int
+    """Bytes of the whole file."""
+    dtype: np.dtype[Any]
+    tokens: int
+    """How many there are."""
+    tokens_at: int
+    """The byte in the file at which they begin."""
+    documents: int
+    starts_at: int
+    vocabulary: int
+    tokenizer_sha256: str | None
+    sha256: str
+
+
+def tokenizer_beside(path: Path) -> Path:
+    """Where the tokenizer of a token file lies."""
+    return path.with_name(path.name.removesuffix(ENDING) + ".tokenizer.json")
+
+
+def dtype_for(vocabulary: int) -> np.dtype[Any]:
+    """The smallest numbers that hold every token of a vocabulary."""
+    return _DTYPES["U16" if vocabulary <= 1 << 16 else "U32"]
+
+
+def write(
+    path: Path,
+    blocks: Iterable[NDArray[Any]],
+    lengths: NDArray[np.int64],
+    vocabulary: int,
+    tokenizer_sha256: str | None = None,
+) -> TokenLayout:
+    """Write a token file: documents of these lengths, whose tokens come one after the other, cut into any blocks."""
+    dtype = dtype_for(vocabulary)
+    starts = np.zeros(len(lengths) + 1, _STARTS)
+    np.cumsum(lengths, out=starts[1:])
+    total = int(starts[-1])
+    metadata = {
+        "format": FORMAT,
+        "vocabulary": str(vocabulary),
+        "documents": str(len(lengths)),
+        "tokenizer_sha256": tokenizer_sha256 or "",
+        "sha256": "0" * 64,  # known when all is written; as long as the real one
+    }
+    name = next(name for name, each in _DTYPES.items() if each == dtype)
+    header = _header(metadata, name, total, starts)
+    hashed, written = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        file.write(header)
+        file.write(starts.data)
+        for block in blocks:
+            data = np.ascontiguousarray(block, dtype=dtype).data
+            hashed.update(data)
+            file.write(data)
+            written += len(block)
+        if written != total:
+            raise ValueError(f"{written} tokens came for documents of {total}")
+        hashed.update(starts.data)
+        file.seek(0)
+        file.write(_header({**metadata, "sha256": hashed.hexdigest()}, name, total, starts))
+        file.flush()
+        os.fsync(file.fileno())
+    return read_layout(path)
+
+
+def _header(metadata: dict[str, str], dtype: str, tokens: int, starts: NDArray[Any]) -> bytes:
+    first = starts.nbytes
+    tensors = {
+        "starts": {"dtype": "I64", "shape": [len(starts)], "data_offsets": [0, first]},
+        "tokens": {
+            "dtype": dtype,
+            "shape": [tokens],
+            "data_offsets": [first, first + tokens * _DTYPES[dtype].itemsize],
+        },
+    }
+    text = json.dumps({"__metadata__": metadata, **tensors}, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # the numbers behind it begin at a multiple of their own size
+    return struct.pack("<Q", len(text)) + text
+
+
+def read_layout(path: Path) -> TokenLayout:
+    """Read the header; a file that is no token file, or not all there, is a sentence."""
+    try:
+        with path.open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            length = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))[0]
+            header = file.read(length) if 0 < length <= _LONGEST_HEADER else b""
+    except OSError as error:
+        raise UserError(f"token file {path} cannot be read: {error.strerror or error}") from None
+    try:
+        document = json.loads(header)
+        metadata = document["__metadata__"]
+        if metadata["format"] != FORMAT:
+            raise KeyError("format")
+        tokens, starts = document["tokens"], document["starts"]
+        (count,), (ends,) = tokens["shape"], starts["shape"]
+        dtype = _dtype(path, tokens["dtype"], starts["dtype"])
+        for each, width in ((tokens, dtype.itemsize), (starts, _STARTS.itemsize)):
+            begin, end = each["data_offsets"]
+            if end - begin != each["shape"][0] * width or begin < 0:
+                raise ValueError("data_offsets")
+        layout = TokenLayout(
+            size=8 + length + max(int(tokens["data_offsets"][1]), int(starts["data_offsets"][1])),
+            dtype=dtype,
+            tokens=int(count),
+            tokens_at=8 + length + int(tokens["data_offsets"][0]),
+            documents=int(ends) - 1,
+            starts_at=8 + length + int(starts["data_offsets"][0]),
+            vocabulary=int(metadata["vocabulary"]),
+            tokenizer_sha256=metadata.get("tokenizer_sha256") or None,
+            sha256=str(metadata["sha256"]),
+        )
+    except (ValueError, LookupError, TypeError, AttributeError):
+        raise UserError(
+            f"{path} is not a token file; meshrun convert-data TEXTS NAME{ENDING} makes one of texts"
+        ) from None
+    if size != layout.size:
+        raise UserError(
+            f"token file {path} has {size:,} bytes, but its header speaks of {layout.size:,}: it is not all there; "
+            f"copy or convert it again"
+        )
+    return layout
+
+
+def _dtype(path: Path, tokens: str, starts: str) -> np.dtype[Any]:
+    if tokens not in _DTYPES or starts != "I64":
+        raise UserError(
+            f"token file {path} has tokens of type {tokens} and starts of type {starts}; "
+            f"they must be U16 or U32, and I64: convert it again"
+        )
+    return _DTYPES[tokens]
+
+
+def sha256_of_numbers(path: Path, layout: TokenLayout) -> str:
+    """The checksum of the numbers as they are now, which should be `layout.sha256`."""
+    hashed = hashlib.sha256()
+    spans = [(layout.tokens_at, layout.tokens * layout.dtype.itemsize)]
+    spans.append((layout.starts_at, (layout.documents + 1) * _STARTS.itemsize))
+    with path.open("rb") as file:
+        for at, length in spans:
+            file.seek(at)
+            while length and (block := file.read(min(length, _BLOCK))):
+                hashed.update(block)
+                length -= len(block)
+    return hashed.hexdigest()

@@ -1,0 +1,235 @@
+"""Token files: texts that were turned into tokens once, and are read as if they were in memory.
+
+    train = TokenFile("news.tokens", context=1024, documents=slice(None, -12), vocabulary=32_000)
+    inputs, targets = train[0]                 # {"tokens": (1024), "documents": (1024)}, (1024)
+    train = TokenFile("news.tokens", context=1024, cross=True)
+    tokens, targets = train.batch_of([5, 2])   # (2, 1024), (2, 1024)
+
+The chosen documents lie one after the other and are cut into windows, so that every token is read once and predicted
+once. `documents` counts, inside the window, which document each token is of: attention that looks across from one to
+another would learn from text that has nothing to do with it. No token is asked to predict the first of the next
+document (its target is -100, which losses leave out). With `cross` windows are plain text, and documents run together.
+
+Nothing is read before it is asked for: a file of 10^12 tokens starts as fast as one of 10^3.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.lib.stride_tricks import as_strided
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshrun.data.sources.token_format import TokenLayout, read_layout, tokenizer_beside
+from meshrun.errors import BadSample, RunFailed, UserError
+
+IGNORED = -100
+"""The target where there is nothing to predict, as torch's losses have it."""
+_READ_TOGETHER = 1 << 20
+"""Bytes of neighbouring windows that are best read one after the other."""
+
+Inputs = Tensor | dict[str, Tensor]
+
+
+class TokenFile:
+    """Windows of `context` tokens, and the token that follows each of them."""
+
+    light = True
+
+    def __init__(
+        self,
+        path: Path | str,
+        context: int,
+        *,
+        documents: slice | None = None,
+        cross: bool = False,
+        vocabulary: int | None = None,
+        most: int | None = None,
+    ) -> None:
+        """`documents` picks some, as of a list; `most` keeps so many windows, evenly spread; `vocabulary` is how many
+        tokens the model knows."""
+        self.path, self.context, self.cross = Path(path), context, cross
+        self.layout = read_layout(self.path)
+        if not self.layout.tokens:
+            raise UserError(f"token file {self.path} is empty: it has no tokens; convert texts that have some")
+        self._opened: _Opened | None = None
+        self._seen = _Seen.of(self.path)
+        if vocabulary is not None and self.layout.vocabulary > vocabulary:
+            raise UserError(
+                f"{self.path} has a vocabulary of {self.layout.vocabulary:,} but the model knows only {vocabulary:,}; "
+                f"give the model a larger one, or convert the texts with a smaller one "
+                f"(meshrun convert-data --vocabulary)"
+            )
+        self.vocabulary = self.layout.vocabulary
+        first, last = _chosen(self.path, documents, self.layout.documents)
+        starts = self._open().starts
+        if starts[0] != 0 or starts[-1] != self.layout.tokens:
+            raise UserError(f"the documents of token file {self.path} do not end where its tokens do; convert it again")
+        self._first_token, last_token = int(starts[first]), int(starts[last])
+        chosen = last_token - self._first_token
+        if not isinstance(context, int) or not 0 < context < chosen:
+            raise UserError(
+                f"context is {context}; it must be at least 1 and below {chosen:,}, the tokens of the "
+                f"{last - first:,} chosen documents of {self.path} (--context)"
+            )
+        if most is not None and most < 1:
+            raise UserError(f"most is {most}; it must be at least 1, or absent for all windows of {self.path}")
+        self.windows = (chosen - 1) // context
+        self._length = min(most or self.windows, self.windows)
+        self.chunk = max(1, _READ_TOGETHER // (context * self.layout.dtype.itemsize))
+        meant = (self.layout.sha256, context, first, last, self._length, cross)
+        self.fingerprint = hashlib.sha256(repr(meant).encode()).hexdigest()[:16]
+
+    @property
+    def tokenizer(self) -> Path:
+        """The tokenizer that made the file and lies beside it."""
+        path = tokenizer_beside(self.path)
+        try:
+            found = hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError as error:
+            raise UserError(f"the tokenizer of {self.path} cannot be read: {path}: {error.strerror}") from None
+        if self.layout.tokenizer_sha256 not in (None, found):
+            raise UserError(f"{path} is not the tokenizer that made {self.path}; put that one there, or convert again")
+        return path
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Inputs, Tensor]:
+        if not -self._length <= index < self._length:
+            raise IndexError(f"sample {index} of {self._length} of {self.path}")
+        inputs, targets = self.batch_of([index % self._length])
+        return ({name: each[0] for name, each in inputs.items()} if isinstance(inputs, dict) else inputs[0]), targets[0]
+
+    def batch_of(self, ids: Sequence[int] | NDArray[np.int64]) -> tuple[Inputs, Tensor]:
+        """The windows of these numbers, as one batch."""
+        opened = self._open()
+        opened.refuse_changes()
+        window = self._windows_of(np.asarray(ids, np.int64))
+        read = opened.windows(self._first_token, self.windows, self.context)[window]
+        if read.max(initial=0) >= self.vocabulary:
+            self._refuse(ids, window, read)
+        tokens = torch.from_numpy(read[:, :-1].astype(np.int64))
+        targets = torch.from_numpy(read[:, 1:].astype(np.int64))
+        if self.cross:
+            return tokens, targets
+        begins = self._beginnings(ids, self._first_token + window * self.context, opened.starts)
+        if begins is None:
+            return {"tokens": tokens, "documents": torch.zeros_like(tokens)}, targets
+        targets.masked_fill_(torch.from_numpy(begins[:, 1:]), IGNORED)
+        documents = torch.from_numpy(begins[:, :-1]).cumsum(1)
+        return {"tokens": tokens, "documents": documents}, targets
+
+    def _windows_of(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Evenly spread: i * windows // length, of numbers whose product would not fit."""
+        whole, rest = divmod(self.windows, self._length)
+        return ids * whole + ids * rest // self._length
+
+    def _beginnings(
+        self, ids: Sequence[int] | NDArray[np.int64], at: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> NDArray[np.bool_] | None:
+        """Where documents begin inside windows, but for the first token; None where none does.
+
+        Found by bisection, so that only the starts that are needed are read of what may be very many.
+        """
+        first = np.searchsorted(starts, at, side="right")
+        count = np.searchsorted(starts, at + self.context, side="right") - first
+        if not count.any():
+            return None
+        begins = np.zeros((len(at), self.context + 1), np.bool_)
+        row = np.repeat(np.arange(len(at)), np.maximum(count, 0))
+        within = np.arange(len(row)) - (np.cumsum(count) - count)[row]
+        column = starts[first[row] + within] - at[row]
+        if count.min() < 0 or column.min() < 1 or column.max() > self.context:
+            raise BadSample(
+                f"samples {min(ids)} to {max(ids)} of {self.path} cannot be used: the starts of documents are not in "
+                f"order there; convert it again, or go on without such samples (--skip-bad-samples)"
+            )
+        begins[row, column] = True
+        return begins
+
+    def _refuse(self, ids: Sequence[int] | NDArray[np.int64], window: NDArray[np.int64], read: NDArray[Any]) -> None:
+        row, column = (int(each[0]) for each in np.nonzero(read >= self.vocabulary))
+        position = self._first_token + int(window[row]) * self.context + column
+        raise BadSample(
+            f"sample {ids[row]} of {self.path} cannot be used: its token {column} (token {position:,} of the file) is "
+            f"{read[row, column]}, beyond the vocabulary of {self.vocabulary:,}; "
+            f"copy or convert the file again, or go on without such samples (--skip-bad-samples)"
+        )
+
+    def _open(self) -> _Opened:
+        """The mapped file, once a process."""
+        if self._opened is None or self._opened.process != os.getpid():
+            self._opened = _Opened(self.path, self.layout, self._seen)
+        return self._opened
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_opened": None}
+
+
+def _chosen(path: Path, documents: slice | None, count: int) -> tuple[int, int]:
+    """First and behind last of the chosen documents."""
+    chosen = documents or slice(None)
+    first, last, step = chosen.indices(count)
+    if step != 1:
+        raise UserError(f"documents of {path} are chosen with step {step}; it must be 1: neighbours stay neighbours")
+    if first >= last:
+        raise UserError(
+            f"documents {_written(chosen.start)}:{_written(chosen.stop)} of {path} are none; it has {count:,} of them"
+        )
+    return first, last
+
+
+def _written(end: int | None) -> str:
+    return "" if end is None else str(end)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What a file was when it was first looked at."""
+
+    size: int
+    changed: int
+    inode: int
+
+    @classmethod
+    def of(cls, path: Path) -> _Seen:
+        try:
+            found = path.stat()
+        except OSError as error:
+            raise RunFailed(f"token file {path} has changed while it is being read: {error.strerror}") from None
+        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
+
+
+class _Opened:
+    """A mapped token file, of one process."""
+
+    def __init__(self, path: Path, layout: TokenLayout, seen: _Seen) -> None:
+        self.process, self._path, self._seen = os.getpid(), path, seen
+        self.refuse_changes()
+        with path.open("rb") as file:
+            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        self._tokens = np.frombuffer(whole, layout.dtype, layout.tokens, layout.tokens_at)
+        self.starts = np.frombuffer(whole, np.dtype("<i8"), layout.documents + 1, layout.starts_at)
+
+    def refuse_changes(self) -> None:
+        """Before each reading: what a shorter file no longer has could not be read without being killed."""
+        if (now := _Seen.of(self._path)) != self._seen:
+            raise RunFailed(
+                f"token file {self._path} has changed while it is being trained on: it had {self._seen.size:,} bytes, "
+                f"now it has {now.size:,} and was written anew; put the old one back, or start a new run"
+            )
+
+    def windows(self, first: int, count: int, context: int) -> NDArray[Any]:
+        """All windows as rows of one array that shares the file's memory; each has the first token of the next."""
+        width = self._tokens.itemsize
+        return as_strided(self._tokens[first:], (count, context + 1), (context * width, width), writeable=False)
