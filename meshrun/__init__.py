@@ -9,19 +9,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshrun.data.sources.tables import Table
     from meshrun.data.sources.tokens import TokenFile
     from meshrun.data.staging import Stage, staged
     from meshrun.errors import RunFailed, UserError
     from meshrun.experiment import Experiment, Loss, Schedule
     from meshrun.mesh import Here, finish, start
     from meshrun.train.loop import Trainer
-    from meshrun.train.losses import accuracy, cross_entropy, mean_squared_error, token_cross_entropy
+    from meshrun.train.losses import accuracy, cross_entropy, mean_squared_error, perplexity, token_cross_entropy
     from meshrun.train.own import mean_over_ranks, print0, replicate, save0, shard
     from meshrun.train.totals import Update
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "meshrun.data.sources.tables": ("Table",),
     "meshrun.data.sources.tokens": ("TokenFile",),
     "meshrun.data.staging": ("Stage", "staged"),
     "meshrun.errors": ("RunFailed", "UserError"),
@@ -29,7 +31,7 @@ _HOMES = {
     "meshrun.mesh": ("Here", "finish", "start"),
     "meshrun.train.loop": ("Trainer",),
     "meshrun.train.totals": ("Update",),
-    "meshrun.train.losses": ("accuracy", "cross_entropy", "mean_squared_error", "token_cross_entropy"),
+    "meshrun.train.losses": ("accuracy", "cross_entropy", "mean_squared_error", "perplexity", "token_cross_entropy"),
     "meshrun.train.own": ("mean_over_ranks", "print0", "replicate", "save0", "shard"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
@@ -41,6 +43,7 @@ __all__ = [
     "RunFailed",
     "Schedule",
     "Stage",
+    "Table",
     "TokenFile",
     "Trainer",
     "Update",
@@ -51,6 +54,7 @@ __all__ = [
     "finish",
     "mean_over_ranks",
     "mean_squared_error",
+    "perplexity",
     "print0",
     "replicate",
     "save0",
