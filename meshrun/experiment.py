@@ -66,6 +66,20 @@ class Loss:
 
 
 @dataclass(frozen=True)
+class Metric:
+    """A metric that is more than a mean: `then` makes a number of the mean of `of` over the whole evaluation set.
+
+    perplexity = Metric(token_cross_entropy, math.exp)
+    """
+
+    of: Callable[[Any, Any], Loss]
+    then: Callable[[float], float]
+
+    def __call__(self, outputs: Any, targets: Any) -> Loss:
+        return self.of(outputs, targets)
+
+
+@dataclass(frozen=True)
 class Schedule:
     """The learning rate over the run, as a factor of each parameter group's own rate.
 
@@ -115,7 +129,7 @@ class Experiment:
     evals: Mapping[str, MapDataset] = field(default_factory=dict)
     """Evaluated once an epoch and at the end; the first one's loss decides which weights are the best."""
     metrics: Mapping[str, Callable[[Any, Any], Loss]] = field(default_factory=dict)
-    """Sums and counts like the loss, computed in evaluation."""
+    """Sums and counts like the loss, computed in evaluation; a `Metric` also says what to make of their mean."""
     schedule: Schedule | Callable[[int, int], float] | None = None
     """A Schedule, or any (step, steps) -> factor of the learning rate; constant when absent."""
     clip: float | None = None

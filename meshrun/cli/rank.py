@@ -69,6 +69,7 @@ class Trained:
     experiment: Experiment
     here: mesh.Here
 
+
 _NOT_THE_USERS = (str(Path(meshrun.__file__).parent), str(Path(torch.__file__).parent), "<frozen")
 """Where lines of a traceback come from that say nothing to the user."""
 

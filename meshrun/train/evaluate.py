@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from meshrun.data.loader import Reading, evaluation_batches, to_device
-from meshrun.experiment import Experiment, MapDataset
+from meshrun.experiment import Experiment, MapDataset, Metric
 from meshrun.mesh import Here
 from meshrun.parallel.placed import Piece, Placed, Score
 from meshrun.train.step import as_pair, check_loss
@@ -49,6 +49,8 @@ def _evaluate_one(
             reduction.wait()
     rows: dict[str, list[float]] = dict(zip(functions, sums.tolist(), strict=True))
     scores = {each: total / count if count else math.nan for each, (total, count) in rows.items()}
+    finished = {each: metric for each, metric in experiment.metrics.items() if isinstance(metric, Metric)}
+    scores |= {each: metric.then(scores[each]) for each, metric in finished.items()}
     return {"loss": scores.pop("loss"), "count": rows["loss"][1], **scores}
 
 

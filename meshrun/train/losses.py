@@ -1,15 +1,18 @@
 """Ready losses and metrics: each returns a sum and a count.
 
 Experiment(loss=cross_entropy, metrics={"accuracy": accuracy}, …)
+Experiment(loss=token_cross_entropy, metrics={"perplexity": perplexity}, …)
 """
 
 from __future__ import annotations
+
+import math
 
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from meshrun.experiment import Loss
+from meshrun.experiment import Loss, Metric
 from meshrun.parallel.vocabulary import over_vocabulary, split_cross_entropy
 
 
@@ -39,3 +42,14 @@ def mean_squared_error(outputs: Tensor, targets: Tensor) -> Loss:
 def accuracy(outputs: Tensor, targets: Tensor) -> Loss:
     """Share of samples whose largest output is the target class."""
     return Loss((outputs.argmax(-1) == targets).sum(), targets.numel())
+
+
+def _exponential(mean: float) -> float:
+    try:
+        return math.exp(mean)
+    except OverflowError:  # of a loss above 709, where a model knows nothing
+        return math.inf
+
+
+perplexity = over_vocabulary(Metric(token_cross_entropy, _exponential))
+"""Of how many tokens the model is as unsure as of this many equal ones: the exponential of the mean over all tokens."""
