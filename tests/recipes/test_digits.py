@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from meshrun import mesh
+from meshrun import RunFailed, UserError, mesh
+from meshrun.data import staging
+from meshrun.recipes import digits
 from meshrun.recipes.digits import DATA, Digits, Net, experiment
 from meshrun.train.loop import Trainer
+from tests.data.server import Server
 from tests.ranks import run_on_ranks
 from tests.recipes.running import result
 
@@ -32,6 +37,36 @@ def test_a_split_holds_pictures_of_all_ten_digits(split: str):
     ink = (data.images > 0).float().mean((1, 2, 3))
     assert 0.15 < ink.mean() < 0.25 and ink.min() > 0.02, "strokes on an empty ground"
     assert data.images.amax((1, 2, 3)).min() > 200
+
+
+def test_a_batch_is_its_samples():
+    data = Digits("val")
+    images, labels = data.batch_of([7, 0, 1999])
+    assert torch.equal(images, torch.stack([data[i][0] for i in (7, 0, 1999)]))
+    assert torch.equal(labels, torch.stack([data[i][1] for i in (7, 0, 1999)])) and data.light
+
+
+def test_all_of_mnist_is_trained_on_once_it_is_staged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    place = staging.Place(tmp_path / "staged", "meshrun stage digits")
+    monkeypatch.setattr(staging, "_place", place)
+    with pytest.raises(UserError, match=r"mnist\.npz is not here; on a machine with internet: meshrun stage digits"):
+        experiment(full=True)
+    whole = io.BytesIO()
+    random = np.random.default_rng(0)
+    parts = {"train": 2_100, "test": 30}
+    pictures = {f"x_{part}": random.integers(0, 256, (count, 28, 28), np.uint8) for part, count in parts.items()}
+    labels = {f"y_{part}": random.integers(0, 10, count, np.uint8) for part, count in parts.items()}
+    np.savez_compressed(whole, **pictures, **labels)
+    with Server({"mnist.npz": whole.getvalue()}) as server, staging.staging(place.folder) as stage:
+        monkeypatch.setattr(digits, "MNIST", f"{server.url}/mnist.npz")
+        with pytest.raises(RunFailed, match="checksum|sha256"):
+            digits.stage_data(stage)
+        monkeypatch.setattr(digits, "MNIST_SHA256", hashlib.sha256(whole.getvalue()).hexdigest())
+        digits.stage_data(stage)
+    made = experiment(full=True)
+    assert (len(made.train), *map(len, made.evals.values())) == (100, 2_000, 30)
+    assert np.array_equal(made.train[0][0][0].numpy(), pictures["x_train"][2_000])
+    assert made.evals["test"][29][1] == int(labels["y_test"][29])
 
 
 def test_no_picture_is_in_two_splits():
