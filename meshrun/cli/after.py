@@ -1,7 +1,7 @@
 """What an experiment wants done once its training is kept: `Experiment.after`, on rank 0, when the others have left.
 
-    model = trained_model(experiment, run, "best", torch.device("cpu"))    # built anew, in evaluation mode
     finish_with(experiment, run, result, record, device)                   # the result with `after` in it
+    model = trained_model(experiment, run, "best", torch.device("cpu"))    # built anew, in evaluation mode
 
 By then weights, result and report are on disk and the group of ranks is taken apart: what the function does may take
 its time, and an error in it is a note.
@@ -60,7 +60,10 @@ def finish_with(
         why = error
     record("after", text=printed.getvalue(), values=values)
     if why is not None:
-        record("note", text=f"what was to be done after the training failed{_where(why)}; the training itself is kept")
+        record(
+            "note",
+            text=f"what was to be done after the training failed{where_and_why(why)}; the training itself is kept",
+        )
     result = {**result, "after": values}
     write_json(run.path / "result.json", result)
     return result
@@ -90,7 +93,7 @@ def as_json(value: Any) -> Any:
     return str(value)
 
 
-def _where(error: BaseException) -> str:
+def where_and_why(error: BaseException) -> str:
     """The innermost line that is not a library's, and what went wrong there; our own sentences need none."""
     if isinstance(error, UserError | RunFailed):
         return f": {error}"

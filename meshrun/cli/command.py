@@ -62,7 +62,7 @@ NOT_FOR_VERIFY = (
     *("procs", "layout", "epochs", "eval_every", "workers", "prefetch", "port", "name", "runs", "tensorboard"),
     *("steps", "timeout", "allow_tp_across_nodes", "compress"),
     *("checkpoint", "keep", "mtbf", "spare", "restarts", "on_hang", "hang_after", "on_nan", "on_spike", "spike"),
-    *("record_ids", "nodes", "join", "deadline", "site"),
+    *("record_ids", "nodes", "join", "deadline", "site", "cache", "skip_bad_samples"),
 )
 """Options of a run that `verify` decides by itself, or has with other defaults; compression changes numbers."""
 OF_CHAOS = [
@@ -147,7 +147,7 @@ def parse_resume(words: list[str]) -> Asked | None:
         what = "Go on with RUN, a run directory, from its newest checkpoint; after RUN, --help lists all its options."
         invoke(_app(what, of_any, False, dict), ["--help"], "meshrun resume RUN")
         return None
-    run, before = _run_at(Path(text))
+    run, before = run_at(Path(text))
     target = find(before.target)
     if target.entry is None:
         raise UserError(f"{text} is a run of the plain script {target.label}, which keeps no state that meshrun knows")
@@ -155,7 +155,7 @@ def parse_resume(words: list[str]) -> Asked | None:
     return asked and replace(asked, run=run)
 
 
-def _run_at(path: Path) -> tuple[RunDirectory, RunConfig]:
+def run_at(path: Path) -> tuple[RunDirectory, RunConfig]:
     """The run in that directory, and what was asked for when it was started."""
     if not path.is_dir():
         raise UserError(f"there is no run {str(path)!r}; give the directory of one, such as runs/digits-1")
@@ -224,6 +224,13 @@ def _panels(command: Command, options: list[Option]) -> list[tuple[str, list[Opt
 def invoke(app: typer.Typer, words: list[str], name: str = "meshrun") -> Any:
     """Run a typer application so that errors come back as exceptions."""
     return typer.main.get_command(app).main(args=words, prog_name=name, standalone_mode=False)
+
+
+def options_in(words: list[str], panels: list[tuple[str, list[Option]]], help: str, name: str) -> dict[str, Any] | None:
+    """The values that words give these options, None where they give none; nothing when they only asked for help."""
+    seen: list[dict[str, Any]] = []
+    invoke(_app(help, panels, False, lambda given, _: seen.append(given)), words, name)
+    return seen[0] if seen else None
 
 
 def _asked(

@@ -67,6 +67,12 @@ def resume(run: Annotated[str, typer.Argument(metavar="RUN")]) -> None:
 
 
 @app.command()
+def use(run: Annotated[str, typer.Argument(metavar="RUN")]) -> None:
+    """Call a function of a run's program with the model that it has trained."""
+    del run  # as `run`
+
+
+@app.command()
 def stage(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
     """Fetch the data of a training where there is internet, for jobs that have none."""
     del target  # as `run`
@@ -171,6 +177,10 @@ def _dispatch(words: list[str]) -> int:
             return _submit(rest)
         case ["stage", *rest]:
             return _stage(rest)
+        case ["use", *rest]:
+            from meshrun.cli.use import use_command
+
+            return use_command(rest)
         case ["rehearse", *rest]:
             from meshrun.cli.rehearse import rehearse_command
 

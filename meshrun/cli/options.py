@@ -15,7 +15,7 @@ import inspect
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -108,15 +108,15 @@ class Option:
         return UserError(f"{self.name} is {value!r}; it must be {valid} ({self.flag})")
 
 
-def options_of(function: Callable[..., Any]) -> list[Option]:
-    """An option for each parameter that the command line can give; others keep their defaults."""
+def options_of(function: Callable[..., Any], but: Collection[str] = ()) -> list[Option]:
+    """An option for each parameter that the command line can give; those of `but` are given otherwise."""
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except NameError as error:
         raise UserError(f"an annotation of {function.__name__}() cannot be read: {error}; import it there") from None
     found = []
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name in but:
             continue
         default = REQUIRED if parameter.default is parameter.empty else parameter.default
         hint = hints.get(parameter.name, str if default in (REQUIRED, None) else type(default))

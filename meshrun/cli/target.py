@@ -46,11 +46,14 @@ class Target:
     def label(self) -> str:
         return self.text if self.recipe else self.path.name
 
+    def module(self) -> Any:
+        """The imported file."""
+        return importlib.import_module(f"meshrun.recipes.{self.text}") if self.recipe else _imported(self.path)
+
     def function(self) -> Callable[..., Any]:
         """The experiment function, from the imported file."""
         assert self.entry is not None
-        module = importlib.import_module(f"meshrun.recipes.{self.text}") if self.recipe else _imported(self.path)
-        found = getattr(module, self.entry, None)
+        found = getattr(self.module(), self.entry, None)
         if not callable(found):
             raise UserError(f"{self.label} has no function {self.entry!r}; it must have one that returns an Experiment")
         return found

@@ -27,6 +27,9 @@ TIMED_STEPS = 20_000
 BYTES_A_STEP = 150
 MOST_LINES = 20
 MOST_TEXT = 1_000
+MOST_PRINTED = 40_000
+MOST_PICTURES = 24
+MOST_OF_A_PICTURE = 1 << 20
 
 
 @dataclass
@@ -44,6 +47,8 @@ class Rank:
     first_time: float = math.inf
     last_time: float = -math.inf
     notes: list[str] = field(default_factory=list)
+    after: str = ""
+    """What was printed after the training."""
     failures: list[Event] = field(default_factory=list)
     _settled: bool = False
 
@@ -65,6 +70,8 @@ class Rank:
             self._settled = True
         elif kind == "note":
             self.notes.append(cut(event.get("text")))
+        elif kind == "after":
+            self.after = cut(event.get("text"), MOST_PRINTED)
         elif kind == "failure":
             self.failures.append(event)
         elif kind == "end":
@@ -135,6 +142,8 @@ class History:
     result: dict[str, Any]
     ranks: list[Rank]
     track: Track
+    pictures: dict[str, bytes] = field(default_factory=dict)
+    """SVG drawings that what came after the training has left, by name."""
 
     @property
     def start(self) -> Event:
@@ -185,7 +194,8 @@ def read(run: Path) -> History:
             if not ranks:
                 track.add(event)
         ranks.append(rank)
-    history = History(run.resolve().name, _document(run / "config.json"), _document(run / "result.json"), ranks, track)
+    asked, result = _document(run / "config.json"), _document(run / "result.json")
+    history = History(run.resolve().name, asked, result, ranks, track, _pictures(run / "pictures"))
     if not track.steps:
         _from_result(track, history.result)
     return history
@@ -219,6 +229,12 @@ def _document(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
+
+
+def _pictures(folder: Path) -> dict[str, bytes]:
+    """The drawings there, less what would make a page too large to open."""
+    paths = [path for path in sorted(folder.glob("*.svg")) if path.stat().st_size <= MOST_OF_A_PICTURE]
+    return {path.stem: path.read_bytes() for path in paths[:MOST_PICTURES]}
 
 
 def _from_result(track: Track, result: dict[str, Any]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from datetime import datetime
 from html import escape
@@ -65,6 +66,7 @@ th { color: var(--muted); font-weight: 500; }
 .failure p { margin: .375rem 0 0; overflow-wrap: anywhere; white-space: pre-line; }
 pre { margin: .75rem 0 0; white-space: pre-wrap; overflow-wrap: anywhere; color: var(--muted); font-size: .8125rem;
   font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
+.picture { display: block; max-width: 100%; margin-top: 1.25rem; }
 .notes { margin: 0; padding-left: 1.125rem; }
 .notes li { overflow-wrap: anywhere; }
 summary { cursor: pointer; font-size: 1.125rem; font-weight: 600; }
@@ -89,7 +91,8 @@ def write_report(run: Path) -> Path:
 
 def _page(history: History) -> str:
     failures, rest = _failure_parts(history.failures), [_figures(history), _curves(history), _evaluations(history)]
-    parts = [failures, *rest, _rank_table(history.ranks), _notes(history.ranks), _configuration(history.config)]
+    rest += [_after(history), _rank_table(history.ranks), _notes(history.ranks), _configuration(history.config)]
+    parts = [failures, *rest]
     # A number and its unit stay on one line.
     headline = re.sub(r"(?<=\d) (?=(?:s|min|h|%)(?: |$))", "&nbsp;", escape(_headline(history)))
     return (
@@ -299,6 +302,20 @@ def _evaluations(history: History) -> str:
         f'<div class="wide"><table><thead><tr><th class="number" scope="col">step</th>{head}<th></th></tr></thead>'
         f"<tbody>{body}</tbody></table></div>" + (f'<p class="aside">{escape(aside)}</p>' if aside else ""),
     )
+
+
+def _after(history: History) -> str:
+    """What was printed and drawn after the training."""
+    printed = next((rank.after for rank in history.ranks if rank.after), "")
+    # Each as an image of its own, so that one's styles do not reach another, nor the page.
+    drawn = [
+        f'<img class="picture" alt="{escape(name)}" src="data:image/svg+xml;base64,{b64encode(picture).decode()}"/>'
+        for name, picture in history.pictures.items()
+    ]
+    if not printed.strip() and not drawn:
+        return ""
+    text = f"<pre>{escape(printed.rstrip())}</pre>" if printed.strip() else ""
+    return _section("After the training", text + "".join(drawn))
 
 
 def _rank_table(ranks: list[Rank]) -> str:
