@@ -27,7 +27,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset, default_collate
 
-from meshrun.data.order import Cut, Ids, Order, slice_of
+from meshrun.data.order import Cut, Order, slice_of
+from meshrun.data.permutation import Ids
 from meshrun.errors import RunFailed
 from meshrun.experiment import MapDataset
 

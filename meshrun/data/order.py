@@ -1,33 +1,46 @@
-"""Which samples step s trains on: a pure function of (seed, step, length, batch), never of the world.
+"""Which samples step s trains on: a pure function of (seed, step, length, batch, shuffle), never of the world.
 
     order = Order(length=60_000, batch=64, seed=0)
     order.batch_ids(12)              # the global batch of step 12, as an array
     slice_of(order.batch_ids(12), part=1, of=3)      # what the second of three replicas computes
     micro_batches(ids, 16)           # that, in pieces of at most 16
+    Order.of(dataset, batch=64, seed=0, shuffle="window:65536")
 
 Each epoch is a permutation of all samples and its last batch may be short. The permutation is computed, not stored: a
-Feistel network over the bits of the position, walked until it lands inside the dataset. A billion samples cost no
-more than a thousand, and jumping to any step costs nothing, so a step number is all the state that the data has.
+billion samples cost no more than a thousand, and jumping to any step costs nothing, so a step number is all the state
+that the data has.
+
+    full      any sample may come at any time
+    window    chunks of neighbours in permuted order, and the samples of a window of them permuted: big files are read
+              nearly from front to back
+    length    the samples of some batches of the full order, sorted by length and cut into batches, which come in
+              permuted order: less to pad
+    none      as they are numbered
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
-Ids = NDArray[np.int64]
+from meshrun.data.permutation import Ids, Words, mix, permute, round_keys, unpermute
+from meshrun.data.shuffle import CHUNK, FULL, Shuffle
+from meshrun.errors import UserError
+from meshrun.experiment import MapDataset
+
 Run = TypeVar("Run", Ids, range)
+Lengths = Callable[[Ids], ArrayLike]
 
-# An even number, so that halves of unequal width are back in their places at the end. Below about six rounds
-# neighbouring positions of small datasets stay correlated; ten leaves a margin.
-_ROUNDS = 10
-_LEAST_BITS = 6
 # Positions permuted at a time: enough to spread numpy's cost a call over several batches, few enough for 0.3 ms.
 _BLOCK = 1024
+_KEPT = 4
+"""Blocks that are kept: a batch may lie on two, and readers are ahead of the loop."""
+_CHUNKS, _INSIDE, _BATCHES, _ROWS = range(1, 5)
+"""What a permutation is of, in its keys: those of one epoch are independent."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +50,23 @@ class Order:
     length: int
     batch: int
     seed: int = 0
-    shuffle: bool = True
+    shuffle: Shuffle = FULL
+    lengths: Lengths | None = field(default=None, compare=False, repr=False)
+    """How long samples are, which only a shuffle by length asks."""
+    _kept: dict[tuple[int, int], Ids] = field(default_factory=dict, init=False, compare=False, repr=False)
+
+    @classmethod
+    def of(cls, dataset: MapDataset, batch: int, seed: int, shuffle: str) -> Order:
+        """The order that was asked for by name, with the numbers that it takes from the dataset."""
+        asked = Shuffle.parse(shuffle)
+        lengths: Lengths | None = getattr(dataset, "lengths", None)
+        if asked.kind == "length" and lengths is None:
+            raise UserError(
+                f"shuffle is {shuffle!r}, but the training set, of type {type(dataset).__name__}, cannot say how long "
+                f"its samples are; give it a method lengths(ids), or use full, window or none (--shuffle)"
+            )
+        chunk = max(1, int(getattr(dataset, "chunk", CHUNK) or CHUNK))
+        return cls(len(dataset), batch, seed, asked.settled(batch, min(chunk, len(dataset))), lengths)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -48,12 +77,76 @@ class Order:
         epoch, within = divmod(step, self.steps_per_epoch)
         start = within * self.batch
         stop = min(start + self.batch, self.length)
-        if not self.shuffle:
+        if self.shuffle.kind == "none":
             return np.arange(start, stop, dtype=np.int64)
-        first = start // _BLOCK
-        blocks = [_block(self.seed, epoch, self.length, block) for block in range(first, (stop - 1) // _BLOCK + 1)]
+        size = self._block_size
+        first = start // size
+        blocks = [self._block(epoch, block) for block in range(first, (stop - 1) // size + 1)]
         whole = blocks[0] if len(blocks) == 1 else np.concatenate(blocks)
-        return whole[start - first * _BLOCK : stop - first * _BLOCK].copy()
+        return whole[start - first * size : stop - first * size].copy()
+
+    @property
+    def _block_size(self) -> int:
+        """Positions computed at a time; the order does not depend on it but where batches are sorted together."""
+        if self.shuffle.kind == "length":
+            return self.shuffle.size * self.batch
+        return max(self.batch, _BLOCK // 4 if self.shuffle.kind == "window" else _BLOCK)
+
+    def _block(self, epoch: int, block: int) -> Ids:
+        found = self._kept.get((epoch, block))
+        if found is None:
+            for oldest in list(self._kept)[: 1 - _KEPT]:  # threads may be at this together: none must mind another's
+                self._kept.pop(oldest, None)
+            found = self._kept[epoch, block] = self._computed(epoch, block)
+        return found
+
+    def _computed(self, epoch: int, block: int) -> Ids:
+        start = block * self._block_size
+        positions = np.arange(start, min(start + self._block_size, self.length), dtype=np.uint64)
+        if self.shuffle.kind == "window":
+            return self._in_windows(epoch, positions)
+        ids = permute(positions, self.length, round_keys(self.seed, epoch))
+        return self._by_length(epoch, block, ids) if self.shuffle.kind == "length" else ids
+
+    def _in_windows(self, epoch: int, positions: Words) -> Ids:
+        """Chunks change places, all but one of them of the same size; then samples do inside windows of chunks."""
+        chunk, wide = self.shuffle.chunk, self.shuffle.size // self.shuffle.chunk
+        chunks = -(-self.length // chunk)
+        keys = round_keys(self.seed, epoch, _CHUNKS)
+        short_by = chunks * chunk - self.length
+        # Where the short chunk comes, which is the last one of the dataset; all after it begin that much earlier.
+        short_at = int(unpermute(np.array([chunks - 1], dtype=np.uint64), chunks, keys)[0])
+
+        def start_of(place: int) -> int:
+            return place * chunk - (short_by if place > short_at else 0)
+
+        def place_of(position: int) -> int:
+            return position // chunk if position < start_of(short_at + 1) else (position + short_by) // chunk
+
+        found, at, last = [], int(positions[0]), int(positions[-1])
+        while at <= last:
+            window = place_of(at) // wide
+            start, end = start_of(window * wide), start_of(min((window + 1) * wide, chunks))
+            here = np.arange(at, min(end, last + 1), dtype=np.uint64) - np.uint64(start)
+            found.append(permute(here, end - start, round_keys(self.seed, epoch, _INSIDE, window)) + start)
+            at = end
+        inside = np.concatenate(found)
+        even = inside + np.where(inside >= start_of(short_at + 1), short_by, 0)
+        places, of = np.unique(even // chunk, return_inverse=True)
+        return (permute(places.astype(np.uint64), chunks, keys) * chunk)[of] + even % chunk
+
+    def _by_length(self, epoch: int, block: int, ids: Ids) -> Ids:
+        """Sorted, cut into batches of which a short one comes last, whatever the lengths of its samples are."""
+        assert self.lengths is not None
+        ids = ids[np.argsort(np.asarray(self.lengths(ids)), kind="stable")]
+        count = -(-len(ids) // self.batch)
+        order = permute(np.arange(count, dtype=np.uint64), count, round_keys(self.seed, epoch, _BATCHES, block))
+        sizes = np.full(count, self.batch)
+        sizes[order[-1]] -= count * self.batch - len(ids)
+        # Ranks take a batch in contiguous parts: left sorted, the last one would have all the work.
+        (key,) = round_keys(self.seed, epoch, _ROWS, block)[:1]
+        places = np.argsort(order)  # where each batch comes
+        return ids[np.lexsort((mix(ids.astype(np.uint64) ^ key), np.repeat(places, sizes)))]
 
 
 def slice_of(ids: Run, part: int, of: int) -> Run:
@@ -101,47 +194,3 @@ class Cut:
             short = rows - len(piece) if self.equal else int(not piece)
             found.append((piece + [piece[-1] if piece else int(ids[0])] * short, len(piece)))
         return found
-
-
-@lru_cache(maxsize=4)
-def _block(seed: int, epoch: int, length: int, block: int) -> Ids:
-    start = block * _BLOCK
-    positions = np.arange(start, min(start + _BLOCK, length), dtype=np.uint64)
-    return permute(positions, length, round_keys(seed, epoch))
-
-
-def round_keys(seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Independent keys for the rounds of one epoch's permutation."""
-    # A word each: in one number of 64 bits the upper half of a seed would stand where another seed has its epoch.
-    words = [seed & 0xFFFFFFFF, epoch, seed >> 32 & 0xFFFFFFFF]
-    return np.random.SeedSequence(words).generate_state(_ROUNDS, np.uint64).astype(np.uint64)
-
-
-def permute(positions: NDArray[np.uint64], length: int, keys: NDArray[np.uint64]) -> Ids:
-    """Where a keyed permutation of range(length) sends each position."""
-    bits = max(_LEAST_BITS, (length - 1).bit_length())
-    values = _feistel(positions, bits, keys)
-    outside = values >= length
-    while outside.any():
-        values[outside] = _feistel(values[outside], bits, keys)
-        outside = values >= length
-    return values.astype(np.int64)
-
-
-def _feistel(values: NDArray[np.uint64], bits: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    low_bits = np.uint64(bits // 2)
-    high_bits = np.uint64(bits - bits // 2)
-    high, low = values >> low_bits, values & ((np.uint64(1) << low_bits) - np.uint64(1))
-    widths = (high_bits, low_bits)
-    for number, key in enumerate(keys):
-        # The half that is changed alternates, and each keeps its own width: a bijection whatever _mix returns.
-        mask = (np.uint64(1) << widths[number % 2]) - np.uint64(1)
-        high, low = low, high ^ (_mix(low ^ key) & mask)
-    return (high << low_bits) | low
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Spreads every input bit over all output bits (the finaliser of the SplitMix64 generator)."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

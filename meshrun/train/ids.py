@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import threading
 
-from meshrun.data.order import Ids, Order
+from meshrun.data.order import Order
+from meshrun.data.permutation import Ids
 
 
 class UsedIds:

@@ -101,7 +101,7 @@ class Trainer:
         With `keeping`, all state is saved now and then, and `resume()` goes on from it.
         """
         self.experiment, self.here = experiment, here or start()
-        self.order = Order(len(experiment.train), experiment.batch, experiment.seed)
+        self.order = Order.of(experiment.train, experiment.batch, experiment.seed, experiment.shuffle)
         self.total_steps = experiment.steps or max(1, round((experiment.epochs or 0) * self.order.steps_per_epoch))
         self.eval_every = eval_every or self.order.steps_per_epoch
         self.weights, self.record, self.life, self.record_ids = weights, record, life, record_ids

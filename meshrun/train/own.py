@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
 
 from meshrun.data.loader import Loader, Reading
 from meshrun.data.order import Order
+from meshrun.data.shuffle import FULL, NONE
 from meshrun.errors import UserError
 from meshrun.mesh import Here, start
 from meshrun.parallel.dp import apply
@@ -75,7 +76,8 @@ class Sharded:
     def __init__(self, loader: DataLoader[Any], here: Here, seed: int) -> None:
         self.drop_last, self.epoch = loader.drop_last, 0
         assert loader.batch_size is not None
-        order = Order(len(loader.dataset), loader.batch_size, seed, isinstance(loader.sampler, RandomSampler))  # type: ignore[arg-type]
+        shuffle = FULL if isinstance(loader.sampler, RandomSampler) else NONE
+        order = Order(len(loader.dataset), loader.batch_size, seed, shuffle)  # type: ignore[arg-type]
         reading = Reading(
             workers=loader.num_workers,
             prefetch=loader.prefetch_factor or 2,

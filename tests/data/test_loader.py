@@ -28,6 +28,7 @@ from meshrun.data.loader import (
     to_device,
 )
 from meshrun.data.order import Cut, Order
+from meshrun.data.shuffle import NONE
 from tests.launch.command import is_alive, wait_until
 
 ALONE = Reading()
@@ -173,7 +174,7 @@ def test_an_error_in_a_dataset_that_reads_many_at_once_names_the_samples():
     """torch's Subset, which random_split makes, reads so."""
     data = Subset(Broken(20), [12, 13, 14, 15])
     with pytest.raises(ValueError, match="bad jpeg") as caught:
-        list(Loader(data, Order(4, 4, shuffle=False), 0, 2, ALONE).steps(0, 1))
+        list(Loader(data, Order(4, 4, shuffle=NONE), 0, 2, ALONE).steps(0, 1))
     assert "while reading samples 0, 1" in said_by(caught.value)
 
 
@@ -184,13 +185,13 @@ def said_by(error: BaseException) -> str:
 
 def test_a_dataset_that_reads_many_at_once_is_asked_once_a_micro_batch():
     data = ManyAtOnce(12)
-    (step,) = Loader(data, Order(12, 12, shuffle=False), 0, 2, Reading(Cut(micro=4))).steps(0, 1)
+    (step,) = Loader(data, Order(12, 12, shuffle=NONE), 0, 2, Reading(Cut(micro=4))).steps(0, 1)
     assert samples_of(step) == [0, 1, 2, 3, 4, 5] and data.asked == [[0, 1, 2], [3, 4, 5]]
 
 
 def test_the_users_collate_makes_the_batches():
     reading = Reading(collate=lambda samples: ([int(x) for x, _ in samples], len(samples)))
-    (step,) = Loader(Squares(6), Order(6, 6, shuffle=False), 0, 2, reading).steps(0, 1)
+    (step,) = Loader(Squares(6), Order(6, 6, shuffle=NONE), 0, 2, reading).steps(0, 1)
     assert step.batches == [([0, 1, 2], 3)]
 
 
@@ -229,7 +230,7 @@ class Fragile(Squares):
 @pytest.mark.parametrize(("first", "lost"), [(13, True), (14, False)])
 def test_a_reader_that_was_killed_is_told_from_an_error_of_the_dataset(first: int, lost: bool):
     data = Subset(Fragile(20), range(first, 20))  # type: ignore[arg-type,var-annotated]
-    steps = Loader(data, Order(len(data), 2, shuffle=False), 0, 1, Reading(workers=1)).steps(0, 2)
+    steps = Loader(data, Order(len(data), 2, shuffle=NONE), 0, 1, Reading(workers=1)).steps(0, 2)
     with pytest.raises((ReaderLost, RuntimeError) if lost else FileNotFoundError) as error:
         list(steps)
     assert has_lost_a_reader(error.value) == lost
@@ -258,7 +259,7 @@ def test_readers_hear_their_rank_alone(readers):
 
 
 def test_readers_end_when_their_rank_says_so_whatever_they_are_at(readers):
-    steps = Loader(Slow(8), Order(8, 4, 1, shuffle=False), 0, 1, Reading(workers=1)).steps(0, 2)
+    steps = Loader(Slow(8), Order(8, 4, 1, shuffle=NONE), 0, 1, Reading(workers=1)).steps(0, 2)
     next(steps)
     (reader,) = readers()
     reader.terminate()
@@ -281,7 +282,7 @@ def test_readers_go_with_a_rank_that_is_killed():
 
 def keep_readers_busy() -> None:
     """In a process of its own: one reader, in the middle of something long."""
-    steps = Loader(Slow(8), Order(8, 4, 1, shuffle=False), 0, 1, Reading(workers=1)).steps(0, 2)
+    steps = Loader(Slow(8), Order(8, 4, 1, shuffle=NONE), 0, 1, Reading(workers=1)).steps(0, 2)
     next(steps)
     print("read", flush=True)
     signal.pause()

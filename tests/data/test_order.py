@@ -13,7 +13,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from meshrun.data.order import Ids, Order, micro_batches, slice_of
+from meshrun.data.order import Order, micro_batches, slice_of
+from meshrun.data.permutation import Ids
+from meshrun.data.shuffle import NONE
 
 NEAR_POWERS = sorted({2**k + d for k in range(1, 13) for d in (-1, 0, 1)})
 PRIMES = (2, 3, 5, 7, 61, 67, 127, 131, 1021, 1031, 4093)
@@ -95,7 +97,7 @@ def test_each_seed_has_its_own_epochs():
 
 
 def test_unshuffled_order_counts_up_in_every_epoch():
-    order = Order(10, 4, seed=5, shuffle=False)
+    order = Order(10, 4, seed=5, shuffle=NONE)
     assert [order.batch_ids(step).tolist() for step in range(4)] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9], [0, 1, 2, 3]]
     assert order.batch_ids(0).dtype == np.int64
 
