@@ -6,16 +6,14 @@ node_local("/tmp/runs")                              # why other nodes may not s
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from meshrun.errors import UserError
 from meshrun.launch.submission import Resources
-from meshrun.world import walltime
+from meshrun.world import disks, walltime
 from meshrun.world.profile import Partition, Site
 
-_IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _OF_ONE_NODE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
 
 
@@ -52,8 +50,8 @@ def node_local(folder: Path, mounts: str | None = None) -> str:
     for place in _OF_ONE_NODE:
         if path == place or path.startswith(f"{place}/"):
             return f"{place} is usually a node's own"
-    kind = _file_system(path, mounts if mounts is not None else _mounts())
-    return f"it is in this node's memory ({kind})" if kind in _IN_MEMORY else ""
+    kind = disks.file_system_of(path, mounts if mounts is not None else disks.mounts())
+    return f"it is in this node's memory ({kind})" if kind in disks.IN_MEMORY else ""
 
 
 def _asked_for(asked: Resources, partitions: Sequence[Partition]) -> Partition | None:
@@ -76,21 +74,3 @@ def _refuse_time(asked: Resources, partition: Partition, partitions: Sequence[Pa
         f"time is {walltime.text(asked.seconds)}, but partition {partition.name} ends jobs after "
         f"{partition.max_time}{other}; ask for less and go on in further jobs (--time, --until-done)"
     )
-
-
-def _mounts() -> str:
-    try:
-        return Path("/proc/mounts").read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def _file_system(path: str, mounts: str) -> str:
-    """The kind of the file system that a path is on."""
-    found: tuple[int, str] = (-1, "")
-    for line in mounts.splitlines():
-        _, place, kind, *_ = [*line.split(" "), "", "", ""]
-        place = re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), place)
-        if path == place or path.startswith(place.rstrip("/") + "/"):
-            found = max(found, (len(place), kind))
-    return found[1]

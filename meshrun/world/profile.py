@@ -37,6 +37,7 @@ KEYS: dict[str, str] = {
     "internet": "whether compute nodes reach the internet",
     "chain": "how a job goes on after its time limit: requeue, or submit another",
     "monitor": "where to watch jobs",
+    "node_folder": "a folder on a node's own disk, with the job's $VARIABLES in it",
     "scratch_note": "what to know about its disks",
 }
 """The keys that have one value; beside them stand `partitions`, `environment` and `srun`."""

@@ -239,7 +239,7 @@ _CHECKS: dict[str, Check] = {
     **dict.fromkeys(KEYS, _word),
     **dict.fromkeys(("gpus_per_node", "cores_per_node", "threads_per_core", "cores_per_gpu"), _count),
     **dict.fromkeys(("needs_account", "exclusive", "internet"), _truth),
-    **dict.fromkeys(("gpu", "monitor", "scratch_note"), _text),
+    **dict.fromkeys(("gpu", "monitor", "node_folder", "scratch_note"), _text),
     "constraint": _constraint,
     "gpu_request": _gpu_request,
     "chain": _chain,

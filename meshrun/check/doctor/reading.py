@@ -25,6 +25,7 @@ import meshrun
 from meshrun.check.doctor.facts import Caches, Cores, Facts, Folder, Gpus, Limits, Memory, Network, Port
 from meshrun.errors import RunFailed, UserError
 from meshrun.world import World, cores, grants
+from meshrun.world.disks import file_system_of
 from meshrun.world.environment import inherited
 from meshrun.world.network import address_of, interfaces
 from meshrun.world.profile import Site
@@ -179,13 +180,7 @@ def folder(runs: Path) -> Folder:
 
 def filesystem(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
     """The kind of file system that a path is on, such as nfs4, lustre or tmpfs."""
-    where, best, kind = str(path.absolute()), "", ""
-    for line in _or(mounts.read_text, "").splitlines():
-        _, mounted, found, *_ = line.split()
-        under = where == mounted or where.startswith(mounted.rstrip("/") + "/")
-        if under and len(mounted) >= len(best):
-            best, kind = mounted, found
-    return kind
+    return file_system_of(str(path.absolute()), _or(mounts.read_text, ""))
 
 
 def _limits() -> Limits:
