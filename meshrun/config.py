@@ -116,6 +116,8 @@ class RunConfig:
                 f"deadline is {self.deadline!r}; it must be auto, none, or a time from now such as 90s, 10min or 2h "
                 f"(--deadline)"
             )
+        if not self.cache.strip():
+            raise UserError("cache is empty; it must be auto, tmp, memory, a folder, or none (--cache)")
         if self.name is not None and (not self.name or "/" in self.name or self.name.startswith(".")):
             raise UserError(f"name is {self.name!r}; it must be a plain file name (--name)")
 

@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from meshrun.cli.command import Asked
+from meshrun.cli.node_cache import kept_on_node
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import CutOff, RunFailed, SharedError, UserError
 from meshrun.launch import agents
@@ -45,6 +46,7 @@ from meshrun.train.deadline import deadline_of
 from meshrun.world import World, detect
 from meshrun.world.environment import inherited
 from meshrun.world.rendezvous import own_address
+from meshrun.world.sites import load
 from meshrun.world.slurm import in_job, job_id
 
 ANSWER_WITHIN = 2.0
@@ -67,7 +69,7 @@ def lead(asked: Asked, nursery: Nursery | None, wanted: Wanted, open_hub: OpenHu
         with (
             lock(run, _say),
             _obeyed(run),
-            _scene(run, str(os.getpid()), story, began) as (memory, tell),
+            _scene(config, run, str(os.getpid()), story, began) as (memory, tell),
             Follow(story, run.events_of(0), run.log_of(0)),
         ):
             run.stopped_file.unlink(missing_ok=True)  # else a signal now would seem to have been obeyed
@@ -157,7 +159,7 @@ def join(
     config = run.config()
     try:
         with (
-            _scene(run, post.id, story, [0.0]) as (memory, tell),
+            _scene(config, run, post.id, story, [0.0]) as (memory, tell),
             contextlib.nullcontext(nursery) if nursery else Nursery(config.target) as warm,
         ):
             watch = Watching(memory, run, config, tell, several=True)
@@ -263,10 +265,13 @@ def _job(config: RunConfig, run: RunDirectory, memory: Path, procs: int) -> Job:
 
 
 @contextlib.contextmanager
-def _scene(run: RunDirectory, node: str, story: Story, began: list[float]) -> Iterator[tuple[Path, Tell]]:
+def _scene(
+    config: RunConfig, run: RunDirectory, node: str, story: Story, began: list[float]
+) -> Iterator[tuple[Path, Tell]]:
     """The run's folder in memory, and a way to tell what the launcher does, beside what rank 0 tells."""
     with (
         Memory(run, node) as memory,
+        kept_on_node(config, run, load(config.site) if config.site is not None else None, memory.path),
         contextlib.closing(EventFile(run.events / f"launcher-{node}.jsonl")) as events,
         story,
     ):

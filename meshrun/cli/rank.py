@@ -28,8 +28,10 @@ from torch.utils.data import Subset
 import meshrun
 from meshrun import mesh
 from meshrun.cli.after import finish_with
+from meshrun.cli.node_cache import OURS, copies_of, kept_on_node, make_private
 from meshrun.cli.target import Target, find, make, place_of
 from meshrun.config import RunConfig, RunDirectory, write_json
+from meshrun.data import cache
 from meshrun.data.loader import has_lost_a_reader
 from meshrun.data.staging import missing_of, use
 from meshrun.errors import CutOff, RunFailed, SharedError, UserError
@@ -178,12 +180,14 @@ def _work_in(run: RunDirectory, here: mesh.Here, target: Target, tell: Tell) -> 
     began, config = time.time(), run.config()
     recorder = Recorder(run, here.rank, tell if here.rank == 0 else None)
     signals = Signals()
+    of_node = kept_on_node(config, run, here.site, None) if here.world.local_rank == 0 else contextlib.nullcontext()
     try:
-        with signals:
-            with _watched(config, run, here, recorder) as pulse:
-                trained = _train(config, run, target, recorder, None, pulse, signals)
-            mesh.finish()
-        result = _afterwards(trained, run, recorder, None)
+        with of_node:
+            with signals:
+                with _watched(config, run, here, recorder) as pulse:
+                    trained = _train(config, run, target, recorder, None, pulse, signals)
+                mesh.finish()
+            result = _afterwards(trained, run, recorder, None)
     except Exception as error:
         if isinstance(error, mesh.PeerLost) and (hang := told(run.path)):
             error = RunFailed(hang)
@@ -287,6 +291,7 @@ def _train(
         deadline = deadline_of(config, inherited(), _start_of_run(here.world, memory is not None))
     if pulse is not None:
         pulse.sniff = sniff_on(here.device)
+    _use_node(config, run, here, memory, recorder)
     experiment, scale, note = override(make(target, config.options, config.data), config)
     trainer = _trainer(config, run, experiment, scale, recorder, memory, pulse)
     # Each element once, however many ranks hold it.
@@ -319,6 +324,14 @@ def _train(
         run.stop_file.unlink(missing_ok=True)  # whoever made it came too late, and means no later start
         _draw_report(run, recorder)
     return Trained(result, experiment, here)
+
+
+def _use_node(config: RunConfig, run: RunDirectory, here: mesh.Here, memory: Path | None, recorder: Recorder) -> None:
+    """Have data files copied to the node, and what ranks of the node can share shared, as far as it was asked for."""
+    copies = copies_of(config, run, here.site, memory)
+    if copies is not None and config.cache in OURS:
+        make_private(copies)
+    cache.use(copies, memory / "shared" if memory is not None else None, lambda text: recorder("note", text=text))
 
 
 def _afterwards(trained: Trained, run: RunDirectory, recorder: Recorder, pulse: Pulse | None) -> dict[str, Any]:
