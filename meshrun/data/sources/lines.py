@@ -3,8 +3,9 @@
     part = Lines(Path("news.jsonl"), first=0, columns=("document", "summary"))
     part.rows([17, 3])                       # [{"document": …, "summary": …}, {…}]
 
-The file is mapped and its line breaks are looked for once, at two to three gigabytes a second. Blank lines are none. A line
-that is no JSON is told when it is asked for, with its number, and can be skipped like any other bad sample.
+The file is mapped and its line breaks are looked for once, at two to three gigabytes a second; where the lines of big
+files start is kept on the node. Blank lines are none. A line that is no JSON is told when it is asked for, with its
+number, and can be skipped like any other bad sample. Packed files are unpacked, into memory or big ones onto the node.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import gzip
 import json
 import mmap
+import shutil
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,11 +22,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrun.data.sources.watched import Watched, bad_sample
+from meshrun.data.sources.mapped import Mapped
+from meshrun.data.sources.once import Progress, once
+from meshrun.data.sources.source import bad_sample
 from meshrun.errors import BadSample, UserError
 
 _PIECE = 1 << 22
 """Bytes that are looked through at a time: their comparison should stay in the processor's cache."""
+BIG = 1 << 28
+"""Bytes from which on it is kept on the node where lines start."""
+BIG_WHEN_PACKED = 1 << 25
+"""Bytes from which on a packed file is unpacked onto the node and not into memory."""
 _BREAK = 10
 _BLANK = np.isin(np.arange(256), list(b" \t\r\n"))
 _MARK = b"\xef\xbb\xbf"
@@ -36,46 +44,55 @@ class Lines:
 
     def __init__(self, path: Path, first: int, columns: Sequence[str] | None) -> None:
         self.path, self.columns, self._first = path, columns, first
-        self._watched: Watched | None = None
-        if path.suffix == ".gz":
-            self._bytes: bytes | mmap.mmap = _unpacked(path)
-        else:
-            self._watched = Watched(path)
-            self._bytes = self._watched.mapped()
-        self._starts = starts_of(np.frombuffer(self._bytes, np.uint8))
-        self.size = len(self._bytes)
+        found: Path | bytes | mmap.mmap = _unpacked(path) if path.suffix == ".gz" else path
+        self._file: Mapped | None = None
+        if isinstance(found, Path):
+            self._file = Mapped(found)
+            found = self._file.whole
+        self._whole = found
+        self.size = len(self._whole)
+        self._data = np.frombuffer(self._whole, np.uint8)
+        self._starts = _kept_starts(path, self._data) if self.size >= BIG else starts_of(self._data)
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
     def rows(self, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
         """The rows of these numbers, counted from this file's first."""
-        if self._watched:
-            self._watched.refuse_changes()
-        whole, begins, ends = self._bytes, self._starts[ids].tolist(), self._starts[ids + 1].tolist()
-        found = []
-        for number, begin, end in zip(ids.tolist(), begins, ends, strict=True):
-            try:
-                row = json.loads(str(whole[begin:end], "utf-8"))
-            except (ValueError, RecursionError) as error:
-                raise self._bad(number, _reason(error)) from None
-            if not isinstance(row, dict):
-                raise self._bad(number, f"it is {_named(row)} and not an object like {{…}}")
-            found.append(row if self.columns is None else self._picked(number, row))
-        return found
+        if self._file:
+            self._file.check()
+        rows = [self._row(*each) for each in self._placed(ids)]
+        if self.columns is None:
+            return rows
+        return [self._picked(number, row) for number, row in zip(ids.tolist(), rows, strict=True)]
 
     def lengths(self, column: str, ids: NDArray[np.int64]) -> list[int]:
         """How long that column is in these rows; 0 in one that cannot be read, which is told when it is used."""
-        return [self._length(column, number) for number in ids]
+        if self._file:
+            self._file.check()
+        return [self._length(column, *each) for each in self._placed(ids)]
 
-    def _length(self, column: str, number: np.int64) -> int:
+    def _placed(self, ids: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
+        """Numbers of rows, and where each begins and ends."""
+        return zip(ids.tolist(), self._starts[ids].tolist(), self._starts[ids + 1].tolist(), strict=True)
+
+    def _row(self, number: int, begin: int, end: int) -> dict[str, Any]:
         try:
-            value = self.rows(np.array([number]))[0][column]
-        except (BadSample, KeyError):
+            row = json.loads(str(self._whole[begin:end], "utf-8"))
+        except (ValueError, RecursionError) as error:
+            raise self._bad(number, _reason(error)) from None
+        if not isinstance(row, dict):
+            raise self._bad(number, f"it is {_named(row)} and not an object like {{…}}")
+        return row
+
+    def _length(self, column: str, number: int, begin: int, end: int) -> int:
+        try:
+            value = self._row(number, begin, end).get(column)
+        except BadSample:
             return 0
         if isinstance(value, str):
             return len(value.encode())
-        return len(value) if isinstance(value, list | dict) else 0
+        return len(value) if isinstance(value, list) else 0
 
     def _picked(self, number: int, row: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -85,9 +102,9 @@ class Lines:
             raise self._bad(number, f"it has no {error.args[0]!r} but {has}") from None
 
     def _bad(self, number: int, why: str) -> BadSample:
-        before = np.frombuffer(self._bytes, np.uint8, int(self._starts[number]))
+        before = self._data[: int(self._starts[number])]
         line = 1 + sum(int(np.count_nonzero(piece == _BREAK)) for _, piece in _pieces(before))
-        return bad_sample(self._first + number, f"{self.path}, line {line:,}", why)
+        return bad_sample(self._first + number, "the table", f"{self.path}, line {line:,}", why)
 
 
 def starts_of(data: NDArray[np.uint8]) -> NDArray[np.int64]:
@@ -96,6 +113,21 @@ def starts_of(data: NDArray[np.uint8]) -> NDArray[np.int64]:
     A blank line counts as the end of the one before it: JSON may be followed by blanks.
     """
     return np.concatenate([*_starts(data), np.array([len(data)])])
+
+
+def _kept_starts(path: Path, data: NDArray[np.uint8]) -> NDArray[np.int64]:
+    """The same from a file on the node, where one can be kept there."""
+
+    def make(to: Path) -> None:
+        told = Progress(path, "looking for its lines")
+        with to.open("wb") as file:
+            for starts in _starts(data):
+                file.write(starts.tobytes())
+                told(int(starts[-1]) / len(data) if len(starts) else 0)
+            file.write(np.array([len(data)]).tobytes())
+
+    made = once(path, "starts of lines 1", make)
+    return starts_of(data) if made is None else np.memmap(made, np.int64, "r")
 
 
 def _starts(data: NDArray[np.uint8]) -> Iterator[NDArray[np.int64]]:
@@ -129,13 +161,18 @@ def _is_blank(data: NDArray[np.uint8], at: int) -> bool:
     return True
 
 
-def _unpacked(path: Path) -> bytes:
+def _unpacked(path: Path) -> Path | bytes:
+    def make(to: Path) -> None:
+        with gzip.open(path) as packed, to.open("wb") as file:
+            shutil.copyfileobj(packed, file, _PIECE)
+
     try:
-        return gzip.decompress(path.read_bytes())
+        made = once(path, "unpacked 1", make) if path.stat().st_size >= BIG_WHEN_PACKED else None
+        return gzip.decompress(path.read_bytes()) if made is None else made
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(f"{path} cannot be unpacked, it is damaged or not all there: {error}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (EOFError, zlib.error) as error:
-        raise UserError(f"{path} cannot be unpacked, its end is missing or it is damaged: {error}") from None
 
 
 def _reason(error: Exception) -> str:

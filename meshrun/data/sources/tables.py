@@ -10,7 +10,7 @@ lists of a fixed size as arrays. Files are mapped and nothing is kept a row: a b
 
 from __future__ import annotations
 
-import hashlib
+import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,13 +19,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrun.data.sources.lines import Lines
-from meshrun.errors import UserError
+from meshrun.data.sources.mapped import fingerprint
+from meshrun.data.sources.saved import is_saved, saved
+from meshrun.data.sources.source import changed
+from meshrun.errors import RunFailed, UserError
 
 KINDS = {
     ".jsonl": "lines",
-    ".ndjson": "lines",
     ".jsonl.gz": "lines",
+    ".ndjson": "lines",
     ".ndjson.gz": "lines",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".feather": "arrow",
+    ".csv": "csv",
+    ".csv.gz": "csv",
+    ".tsv": "csv",
+    ".tsv.gz": "csv",
 }
 """What a file is, by how its name ends."""
 _READ_TOGETHER = 1 << 20
@@ -64,26 +74,31 @@ class Table:
         self.columns = None if columns is None else tuple(columns)
         self.transform, self.length_of = transform, lengths
         self.light = transform is None
-        self._parts: list[Part] = []
         self._open()
 
     def _open(self) -> None:
-        kind, files = files_of(self.path)
-        first = 0
-        for file in files:
-            part = Lines(file, first, self.columns)
-            first += len(part)
-            self._parts.append(part)
+        kind, files, picked = files_of(self.path)
+        self._parts = parts_of(self.path, kind, files, self.columns)
         self._ends = np.cumsum([len(part) for part in self._parts], dtype=np.int64)
-        if not first:
+        rows = int(self._ends[-1])
+        self._picked = _numbers(picked, rows) if picked else None
+        if len(self) == 0:
             raise UserError(f"{self.path} has no rows; a table must have at least one")
-        bytes_a_row = max(1, sum(part.size for part in self._parts) // first)
-        self.chunk = max(1, _READ_TOGETHER // bytes_a_row)
-        meant = ([(part.path.name, part.size, len(part)) for part in self._parts], self.columns)
-        self.fingerprint = hashlib.sha256(repr(meant).encode()).hexdigest()[:16]
+        self.chunk = max(1, _READ_TOGETHER * rows // max(1, sum(part.size for part in self._parts)))
+        self.fingerprint = fingerprint([*files, *picked], rows)
+
+    def __getstate__(self) -> dict[str, Any]:
+        opened = ("_parts", "_ends", "_picked")
+        return {name: value for name, value in self.__dict__.items() if name not in opened}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+        if self.fingerprint != state["fingerprint"]:
+            raise RunFailed(changed(self.path, "another process finds other rows"))
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
+        return int(self._ends[-1]) if self._picked is None else len(self._picked)
 
     def __getitem__(self, index: int) -> Any:
         if not -len(self) <= index < len(self):
@@ -106,39 +121,82 @@ class Table:
             found[places] = part.lengths(self.length_of, within)
         return found
 
-    def _placed(self, ids: Sequence[int] | NDArray[np.int64]) -> list[tuple[Part, Sequence[int], NDArray[np.int64]]]:
+    def _placed(
+        self, ids: Sequence[int] | NDArray[np.int64]
+    ) -> list[tuple[Part, Sequence[int] | NDArray[np.int64], NDArray[np.int64]]]:
         """Each part that has some of these rows, with their places among the ids and their numbers in the part."""
         wanted = np.asarray(ids, np.int64)
+        if self._picked is not None:
+            wanted = self._picked[wanted]
         if len(self._parts) == 1:
             return [(self._parts[0], range(len(wanted)), wanted)]
         of_part = np.searchsorted(self._ends, wanted, side="right")
-        found = []
+        found: list[tuple[Part, Sequence[int] | NDArray[np.int64], NDArray[np.int64]]] = []
         for number in np.unique(of_part).tolist():
             part, places = self._parts[number], np.flatnonzero(of_part == number)
-            first = int(self._ends[number]) - len(part)
-            found.append((part, places.tolist(), wanted[places] - first))
+            found.append((part, places, wanted[places] - (int(self._ends[number]) - len(part))))
         return found
 
 
-def files_of(path: Path) -> tuple[str, list[Path]]:
-    """What kind of files these are, and which: the one itself, or those of a folder by their names."""
+def files_of(path: Path) -> tuple[str, list[Path], list[Path]]:
+    """What kind of files these are; which: the one itself, or those of a folder by their names; and files that
+    pick rows of them, if not all are meant."""
     if path.is_file():
         kind = kind_of(path)
         if kind is None:
-            raise UserError(f"{path} is no table that is known; its name must end with {', '.join(KINDS)}")
-        return kind, [path]
+            raise UserError(f"{path} is no table of a known kind; its name must end with {', '.join(KINDS)}")
+        return kind, [path], []
     if not path.is_dir():
-        raise UserError(f"there is no table {path}; give a file, or a folder with parts of a table")
+        raise UserError(f"there is no table {path}; give a file, or a folder with the parts of a table")
+    if is_saved(path):
+        return "arrow", *saved(path)
     files = sorted(each for each in path.iterdir() if each.name[0] not in "._" and kind_of(each))
-    kinds = sorted({kind_of(each) or "" for each in files})
+    kinds = {kind_of(each): "".join(each.suffixes[-2:]) for each in files}
     if not files:
-        raise UserError(f"{path} has no parts of a table; their names must end with {', '.join(KINDS)}")
+        raise UserError(f"folder {path} has no parts of a table; their names must end with {', '.join(KINDS)}")
     if len(kinds) > 1:
-        raise UserError(f"{path} has parts of several kinds, {' and '.join(kinds)}; give a folder with one kind")
-    return kinds[0], files
+        raise UserError(f"folder {path} has parts of several kinds, {' and '.join(kinds.values())}; keep them apart")
+    return kind_of(files[0]) or "", files, []
 
 
 def kind_of(path: Path) -> str | None:
     """By the end of its name; None for what is no table."""
     name = path.name.lower()
     return next((kind for end, kind in KINDS.items() if name.endswith(end)), None)
+
+
+def parts_of(table: Path, kind: str, files: Sequence[Path], columns: Sequence[str] | None) -> list[Part]:
+    """The files, opened, with the numbers of their rows running on from one to the next."""
+    first = 0
+    if kind == "lines":
+        lines: list[Part] = []
+        for file in files:
+            lines.append(Lines(file, first, columns))
+            first += len(lines[-1])
+        return lines
+    if importlib.util.find_spec("pyarrow") is None:
+        raise UserError(f"{table} can only be read with pyarrow; pip install 'meshrun[tables]'")
+    from meshrun.data.sources.columns import Columns, NotPlain, refuse_others
+    from meshrun.data.sources.turned import SMALL, turned
+
+    opened: list[Columns] = []
+    small = sum(file.stat().st_size for file in files) <= SMALL
+    for file in files:
+        try:
+            part = Columns(file, first, columns, None if kind == "arrow" else turned(file, kind, columns, small))
+        except NotPlain:
+            part = Columns(file, first, columns, turned(file, kind, columns, small))
+        refuse_others(part, opened[0] if opened else part)
+        opened.append(part)
+        first += len(part)
+    return list[Part](opened)
+
+
+def _numbers(files: Sequence[Path], rows: int) -> NDArray[np.int64]:
+    """The rows that are meant, as `datasets` saves them: tables of one column of numbers."""
+    from meshrun.data.sources.columns import Columns
+
+    numbers = np.concatenate([Columns(file, 0, None).numbers() for file in files]).astype(np.int64)
+    if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < rows:
+        raise UserError(f"{files[0]} picks rows beyond the {rows:,} that there are; save the dataset again")
+    return numbers

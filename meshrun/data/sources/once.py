@@ -1,0 +1,152 @@
+"""Files that are made of others once on a node: whoever comes first makes them, the others wait and find them.
+
+    path = once(Path("big.parquet"), "rows of text, label", make)       # make(path) writes it
+    if path is None: …                                                  # no room on the node, which the user was told
+
+They lie where copies are kept (`--cache`). Without that they lie in the machine's folder for temporary files, and
+whoever is the last to use one removes it. Each is known by the state of the file that it was made of: of one that has
+changed it is made anew. What was being made when its maker died is thrown away by the next.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from meshrun.data import cache
+from meshrun.data.sources.source import Watched
+
+_FAILED = b"no room"
+"""What stands in a file that could not be made, for those who waited for it."""
+_AGAIN = 600.0
+"""Seconds after which it is tried again."""
+_OLD = 86400.0
+"""Seconds after which what nobody uses is removed by whoever comes by: its last user was killed."""
+_TELL = 10.0
+"""Seconds of work after which the user is told what is going on, and again each three times that."""
+
+_in_use: dict[Path, tuple[int, int]] = {}
+"""Locks that this process holds for as long as it lives, and which process that is."""
+
+
+def once(source: Path, what: str, make: Callable[[Path], None]) -> Path | None:
+    """The file that was made of this one; None where that does not go."""
+    watched = Watched(source)
+    state = f"{source.resolve()} {watched.size} {source.stat().st_mtime_ns} {what}"
+    name = f"{source.name}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+    try:
+        folder, passing = _folder()
+        made = _found_or_made(folder / name, make)
+    except OSError as error:
+        cache.note(f"{source} is kept in memory, since nothing can be kept on this node: {error} (--cache)")
+        return None
+    watched.look()
+    if made is not None and passing and made not in _in_use:
+        _use(made)
+    return made
+
+
+def _folder() -> tuple[Path, bool]:
+    """Where files are kept, and whether only for as long as somebody uses them."""
+    if (kept := cache.folder()) is not None:
+        kept.mkdir(parents=True, exist_ok=True)
+        return kept, False
+    folder = Path(tempfile.gettempdir()) / f"meshrun-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise OSError(f"{folder} is somebody else's")
+    _remove_old(folder)
+    return folder, True
+
+
+def _found_or_made(path: Path, make: Callable[[Path], None]) -> Path | None:
+    while True:
+        held = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX)  # waits while somebody makes it
+            if not _is_still(path, held):
+                continue
+            if os.fstat(held).st_size and os.pread(held, len(_FAILED), 0) != _FAILED:
+                return path
+            if os.fstat(held).st_size and time.time() - os.fstat(held).st_mtime < _AGAIN:
+                return None
+            _make(path, held, make)
+            return path
+        finally:
+            os.close(held)
+
+
+def _is_still(path: Path, held: int) -> bool:
+    """Whether the file that was waited for has this name; else it was made, or removed, meanwhile."""
+    try:
+        return path.stat().st_ino == os.fstat(held).st_ino
+    except FileNotFoundError:
+        return False
+
+
+def _make(path: Path, held: int, make: Callable[[Path], None]) -> None:
+    part = path.with_name(f".{path.name}.part")
+    try:
+        make(part)
+        part.replace(path)
+    except OSError:
+        os.ftruncate(held, 0)
+        with contextlib.suppress(OSError):
+            os.pwrite(held, _FAILED, 0)
+        raise
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _use(path: Path) -> None:
+    """Say that this process uses it, until its end."""
+    with contextlib.suppress(OSError):
+        held = os.open(path, os.O_RDONLY)
+        fcntl.flock(held, fcntl.LOCK_SH)
+        if not _in_use:
+            atexit.register(_leave)
+        _in_use[path] = held, os.getpid()
+
+
+def _leave() -> None:
+    for path, (held, process) in _in_use.items():
+        if process == os.getpid():  # forks have the same lock
+            _remove_unused(path, held)
+
+
+def _remove_old(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path not in _in_use and time.time() - path.stat().st_mtime > _OLD:
+                held = os.open(path, os.O_RDONLY)
+                _remove_unused(path, held)
+                os.close(held)
+
+
+def _remove_unused(path: Path, held: int) -> None:
+    with contextlib.suppress(OSError):
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is_still(path, held):
+            path.unlink()
+
+
+class Progress:
+    """Tells the user of work that takes long."""
+
+    def __init__(self, path: Path, what: str) -> None:
+        self._path, self._what, self._next = path, what, time.monotonic() + _TELL
+
+    def __call__(self, share: float) -> None:
+        if time.monotonic() > self._next:
+            self._next = time.monotonic() + 3 * _TELL
+            cache.note(f"{self._path}: {self._what}, {share:.0%} done")
