@@ -9,6 +9,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshrun.data.sources.folder import ImageFolder
+    from meshrun.data.sources.hdf5 import Hdf5
     from meshrun.data.sources.tables import Table
     from meshrun.data.sources.tokens import TokenFile
     from meshrun.data.staging import Stage, staged
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "meshrun.data.sources.folder": ("ImageFolder",),
+    "meshrun.data.sources.hdf5": ("Hdf5",),
     "meshrun.data.sources.tables": ("Table",),
     "meshrun.data.sources.tokens": ("TokenFile",),
     "meshrun.data.staging": ("Stage", "staged"),
@@ -38,7 +42,9 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "Experiment",
+    "Hdf5",
     "Here",
+    "ImageFolder",
     "Loss",
     "RunFailed",
     "Schedule",

@@ -1,0 +1,280 @@
+"""What is kept on the node: copies of files on its own disk, and memory that all who read there share.
+
+    use(copies=Path("/tmp/job"), memory=Path("/dev/shm/job"))   # once a process, before the experiment is built
+    path = cached(Path("train.h5"))             # the copy on the node, made by whoever comes first
+    kept = shared("train pictures", 1 << 20)    # a MiB of zeros; what one process writes the others see
+    kept.bytes[:4] = 1, 2, 3, 4
+
+Without `use`, files are read where they lie, and memory is shared by a rank and the readers that it forks. Nothing here
+fails a run: where there is no room for a copy, a note says so and the file itself is read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import hashlib
+import mmap
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+from weakref import WeakValueDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrun.errors import RunFailed
+
+Note = Callable[[str], None]
+
+AGAIN = 600.0
+"""Seconds after which a copy that has failed is tried once more, by another job on the node."""
+LARGE = 1 << 30
+"""A copy of at least so many bytes is announced: it takes seconds in which nothing else is seen."""
+MARGIN = 64 << 20
+"""Bytes of a disk that copies leave free."""
+
+
+def _to_stderr(text: str) -> None:
+    print(f"note: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass(frozen=True)
+class _Places:
+    copies: Path | None = None
+    memory: Path | None = None
+    note: Note = _to_stderr
+
+
+_places = _Places()
+
+
+def use(copies: Path | None, memory: Path | None, note: Note = _to_stderr) -> None:
+    """Keep copies and shared memory of this process in these folders of the node, and tell `note` what is worth it.
+
+    Both belong to one job: whoever made them takes them away after it.
+    """
+    global _places
+    _places = _Places(copies, memory, note)
+
+
+def folder() -> Path | None:
+    """Where copies are kept on this node; None where they are not."""
+    return _places.copies
+
+
+def note(text: str) -> None:
+    """Tell the user something that does not stop the run."""
+    _places.note(text)
+
+
+def cached(path: Path, note: Note | None = None) -> Path:
+    """The copy of a file on this node, made now if there is none; the file itself where copies are not kept."""
+    folder, tell = _places.copies, note or _places.note
+    if folder is None or not path.is_file():
+        return path
+    found = path.stat()
+    key = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:12]
+    # A name for each state of the file: file systems differ in how exactly they keep times.
+    state = hashlib.sha256(f"{found.st_size} {found.st_mtime_ns}".encode()).hexdigest()[:8]
+    copy = folder / f"{path.stem}-{key}-{state}{path.suffix}"
+    if _is_whole(copy, found.st_size):
+        return copy
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / f".{key}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    except OSError as error:
+        tell(_not_copied(path, folder, error.strerror or str(error)))
+        return path
+    try:
+        with contextlib.suppress(OSError):  # a file system without locks: the copy is made more than once, that is all
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if _is_whole(copy, found.st_size):
+            return copy
+        if _has_just_failed(lock):
+            return path
+        os.pwrite(lock, b"copying", 0)
+        _copy(path, copy, found, tell)
+        _remove_older(folder, f"{path.stem}-{key}-", copy)
+        return copy
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.pwrite(lock, b"failed ", 0)
+        tell(_not_copied(path, folder, error.strerror or str(error)))
+        return path
+    finally:
+        os.close(lock)
+
+
+def _is_whole(copy: Path, size: int) -> bool:
+    try:
+        return copy.stat().st_size == size
+    except OSError:
+        return False
+
+
+def _has_just_failed(lock: int) -> bool:
+    """Whether another process of this node has just found that it does not go; it has said so."""
+    return os.pread(lock, 6, 0) == b"failed" and time.time() - os.fstat(lock).st_mtime < AGAIN
+
+
+def _copy(path: Path, copy: Path, found: os.stat_result, tell: Note) -> None:
+    """Copies the file beside its final name, and renames it when it is whole."""
+    room = _room(copy.parent)
+    if room < found.st_size + MARGIN:
+        raise OSError(errno.ENOSPC, f"{_readable(found.st_size)} are needed and {_readable(room)} free")
+    if found.st_size >= LARGE:
+        tell(f"copying {path} ({_readable(found.st_size)}) to {copy.parent} of this node")
+    part = copy.with_name(f".{copy.name}.part")
+    try:
+        shutil.copyfile(path, part)
+        now = path.stat()
+        if (now.st_size, now.st_mtime_ns) != (found.st_size, found.st_mtime_ns):
+            raise RunFailed(
+                f"{path} has changed while it was being copied to {copy.parent}; start again when it is done"
+            )
+        if part.stat().st_size != found.st_size:
+            raise OSError(errno.EIO, f"only {part.stat().st_size} of {found.st_size} bytes arrived")
+        part.replace(copy)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def _remove_older(folder: Path, prefix: str, copy: Path) -> None:
+    """Copies of what the file was before; who has one open keeps it."""
+    for each in folder.iterdir():
+        if each.name.startswith(prefix) and each != copy:
+            each.unlink(missing_ok=True)
+
+
+def _not_copied(path: Path, folder: Path, why: str) -> str:
+    return f"{path} is not copied to {folder} but read where it is: {why} (--cache)"
+
+
+def _readable(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"
+
+
+def _room(folder: Path) -> int:
+    """Free bytes of a folder; where it is memory, not more than is free of that."""
+    free = shutil.disk_usage(folder).free
+    return min(free, free_memory()) if _is_memory(folder) else free
+
+
+def _is_memory(folder: Path) -> bool:
+    device = folder.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    return any(
+        words[2] == number and words[words.index("-") + 1] in ("tmpfs", "ramfs") for words in map(str.split, lines)
+    )
+
+
+def free_memory() -> int:
+    """Bytes that this process may still take: of the machine, and of the cgroup that it is confined to."""
+    found = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found = [int(next(each for each in lines if each.startswith("MemAvailable:")).split()[1]) * 1024]
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        mine = Path("/sys/fs/cgroup") / next(each for each in lines if each.startswith("0::"))[3:].lstrip("/")
+        for group in (mine, *mine.parents[: len(mine.parts) - 4]):
+            with contextlib.suppress(OSError, ValueError):
+                most = int((group / "memory.max").read_text())
+                found.append(most - int((group / "memory.current").read_text()))
+    return max(0, min(found))
+
+
+class Shared:
+    """Memory that several processes see: `bytes`, an array of bytes that begins as zeros."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self.file = file
+        self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(file.fileno(), size), dtype=np.uint8)
+
+    @contextlib.contextmanager
+    def alone(self, number: int) -> Iterator[bool]:
+        """Whether this process has the place with that number for itself until the end of the `with`; never waits.
+
+        A process that dies lets go of it.
+        """
+        try:
+            fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
+        except OSError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            fcntl.lockf(self.file, fcntl.LOCK_UN, 1, number)
+
+
+_held: WeakValueDictionary[str, Shared] = WeakValueDictionary()
+
+
+def shared(key: str, size: int) -> Shared:
+    """Memory of `size` bytes under this name: of this process and those that it forks, or of all on the node.
+
+    It is taken from the machine only where it is written to, except in a folder of the node: what that has room for is
+    found out here, since a write without room would end the process.
+    """
+    name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{size}"
+    found = _held.get(name)
+    if found is None:
+        found = _held[name] = Shared(_of_the_node(name, size) or _of_this_process(size), size)
+    return found
+
+
+def _of_this_process(size: int) -> BinaryIO:
+    if sys.platform == "linux":
+        file: BinaryIO = os.fdopen(os.memfd_create("meshrun"), "r+b", buffering=0)
+    else:
+        file = tempfile.TemporaryFile(buffering=0)  # type: ignore[assignment] # noqa: SIM115 - lives as long as its memory
+    file.truncate(max(1, size))
+    return file
+
+
+def _of_the_node(name: str, size: int) -> BinaryIO | None:
+    folder = _places.memory
+    if folder is None:
+        return None
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{name}.shared"
+        if not _is_whole(path, size) and _room(folder) < size + MARGIN:
+            raise OSError(errno.ENOSPC, f"{_readable(size)} are needed and {_readable(_room(folder))} free")
+        file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
+        os.posix_fallocate(file.fileno(), 0, max(1, size))
+        return file
+    except OSError as error:
+        note(
+            f"ranks of this node keep {_readable(size)} each for themselves, not shared in {folder}: "
+            f"{error.strerror or error} (--cache)"
+        )
+        return None
+
+
+_in_order = threading.Lock()
+
+
+def fence() -> None:
+    """What was written to shared memory before is seen by other processors before what is written after.
+
+    Some processors (ARM) reorder writes and reads. Two pairs, since into one of them they may still be drawn from
+    both sides.
+    """
+    for _ in range(2):
+        _in_order.acquire()
+        _in_order.release()

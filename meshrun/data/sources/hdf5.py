@@ -1,0 +1,226 @@
+"""Samples in an HDF5 file: rows of one dataset as inputs, rows of another as targets.
+
+    train = Hdf5("stamps.h5", "train")                          # as `meshrun convert-data` writes them
+    data = Hdf5("simulation.h5", inputs="fields", targets="energy")
+    photos = Hdf5("photos.h5", "train", size=224)               # image files inside, decoded here
+
+Integers of targets become int64, fractions float32. `chunk` neighbours are best read together, which the order
+`window` does; the file is opened once a process, and must stay as it is while it is trained on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from meshrun.data.cache import cached
+from meshrun.data.sources import pictures
+from meshrun.data.sources.kept import Kept
+from meshrun.data.sources.rows import NEIGHBOURS, H5File, Rows
+from meshrun.data.sources.source import Source, bad_sample, empty
+from meshrun.errors import UserError
+
+IN_MEMORY = 64 << 20
+"""Targets of at most so many bytes are read when the dataset is made."""
+_AS_TENSORS = {"f8": "f4", "c16": "c8", "u2": "i4", "u4": "i8", "u8": "i8"}
+"""What torch computes with instead of what some files hold."""
+
+
+class Hdf5(Source):
+    """Samples of a group of an HDF5 file; images that are stored encoded (`bytes`, `offsets`) need a `size`."""
+
+    def __init__(
+        self,
+        path: str | Path,
+        group: str = "/",
+        *,
+        inputs: str = "images",
+        targets: str = "labels",
+        size: int | None = None,
+    ) -> None:
+        self.path, self.group, self.inputs, self.targets, self.size = Path(path), group, inputs, targets, size
+        for name, value in (("group", group), ("inputs", inputs), ("targets", targets)):
+            if not isinstance(value, str):
+                raise UserError(f"{name} of Hdf5({str(path)!r}) is {value!r}; it must be a name in the file")
+        self._file = H5File(self.path)
+        if (copy := cached(self.path)) != self.path:
+            self._file = H5File(copy)
+        with self._file.opened() as h5:
+            found = self._found(h5, group)
+            self.classes = _classes(found) or _classes(h5)
+            """Names of the classes, if the file has them."""
+            self._targets = self._column(found, targets)
+            self._offsets: NDArray[np.int64] | None = None
+            if inputs not in found and "bytes" in found and "offsets" in found:
+                self._open_encoded(found)
+            else:
+                self._open_arrays(found)
+        self.fingerprint = f"hdf5-{_digest(self._file.path, f'{group} {inputs} {targets}')}"
+
+    def _open_arrays(self, found: Any) -> None:
+        dataset = self._dataset(found, self.inputs)
+        self._rows = Rows(self._file, dataset)
+        self.chunk = self._rows.chunk
+        self._same_length(len(dataset))
+        if self.size is not None and tuple(dataset.shape[-2:]) != (self.size, self.size):
+            stored = " x ".join(map(str, dataset.shape[1:]))
+            raise UserError(
+                f"size is {self.size} but {self._called(self.inputs)} holds arrays of {stored}; "
+                f"leave the size out, or convert the images to that size (meshrun convert-data)"
+            )
+
+    def _open_encoded(self, found: Any) -> None:
+        if self.size is None:
+            raise UserError(
+                f"{self._called('bytes')} holds encoded images, which need a size to be brought to; "
+                f"give one: Hdf5({str(self.path)!r}, {self.group!r}, size=224)"
+            )
+        self._rows = Rows(self._file, self._dataset(found, "bytes"))
+        offsets = self._dataset(found, "offsets")[()].astype(np.int64)
+        if len(offsets) < 2 or (np.diff(offsets) < 0).any() or offsets[0] < 0 or offsets[-1] > self._rows.count:
+            raise UserError(
+                f"{self._called('offsets')} does not fit {self._called('bytes')}: "
+                f"it must rise from 0 to at most {self._rows.count}, one more than there are images"
+            )
+        self._offsets = offsets
+        self._same_length(len(offsets) - 1)
+        mean = max(1, int(offsets[-1] - offsets[0]) // (len(offsets) - 1))
+        self.chunk = max(1, NEIGHBOURS // mean)
+        key = f"{self._file.path.resolve()} {self._file.watched.size} {self.group}"
+        self._kept = Kept(key, len(offsets) - 1, self.size, None)
+
+    def __len__(self) -> int:
+        return self._rows.count if self._offsets is None else len(self._offsets) - 1
+
+    def batch_of(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        """The inputs and the targets of these numbers."""
+        numbers = np.asarray(ids, dtype=np.int64)
+        if len(numbers) and (numbers.min() < 0 or numbers.max() >= len(self)):
+            raise IndexError(f"sample {numbers.max()} of {len(self)}")
+        if self._offsets is None:
+            inputs = self._taken(self._rows, numbers, _native(self._rows.dtype))
+        else:
+            assert self.size is not None
+            self._file.check()
+            inputs = empty((len(ids), 3, self.size, self.size), torch.uint8)
+            self._kept.take(ids, inputs, self._decode)
+        if isinstance(self._targets, Rows):
+            return inputs, self._taken(self._targets, numbers, _of_targets(self._targets.dtype))
+        return inputs, torch.from_numpy(self._targets[numbers])
+
+    def _taken(self, rows: Rows, numbers: NDArray[np.int64], dtype: np.dtype[Any]) -> Tensor:
+        result = empty((len(numbers), *rows.shape), torch.from_numpy(np.empty(0, dtype)).dtype)
+        into = result.numpy() if dtype == rows.dtype else np.empty((len(numbers), *rows.shape), rows.dtype)
+        try:
+            rows.take(numbers, into)
+        except ValueError as error:
+            start, stop, why = error.args
+            number = next(each for each in numbers.tolist() if start <= each < stop)
+            raise self._bad(number, why) from None
+        if into.dtype != dtype:
+            result.numpy()[...] = into
+        return result
+
+    def _decode(self, number: int, into: Tensor) -> None:
+        assert self._offsets is not None
+        try:
+            pictures.decode(self._rows.span(int(self._offsets[number]), int(self._offsets[number + 1])), into)
+        except ValueError as error:
+            raise self._bad(number, str(error.args[-1])) from None
+
+    def _bad(self, number: int, why: str) -> Exception:
+        file = str(self.path)
+        names = self._file.library()[self.group].get("names")
+        if names is not None and number < len(names):
+            name = names[number]
+            file += f": {name.decode(errors='replace') if isinstance(name, bytes) else name}"
+        return bad_sample(number, self.group if self.group.strip("/") else self.path.name, file, why)
+
+    def _found(self, h5: Any, group: str) -> Any:
+        found = h5.get(group)
+        if found is None or not hasattr(found, "keys"):
+            groups = [name for name, each in h5.items() if hasattr(each, "keys")]
+            raise UserError(
+                f"HDF5 file {self.path} has no group {group!r}; it has "
+                f"{', '.join(groups) if groups else 'none, leave the group out'}"
+            )
+        return found
+
+    def _dataset(self, found: Any, name: str) -> Any:
+        dataset = found.get(name)
+        if dataset is None or not hasattr(dataset, "shape"):
+            there = [each for each in found if hasattr(found.get(each), "shape")]
+            groups = [each for each in found if hasattr(found.get(each), "keys")]
+            has = f"it has {', '.join(there)}" if there else "it has no datasets"
+            beside = f", and the groups {', '.join(groups)}" if groups else ""
+            raise UserError(f"{self._called('')} has no dataset {name!r}; {has}{beside} (inputs=…, targets=…)")
+        if dataset.dtype.kind not in "biufc" or not dataset.shape:
+            raise UserError(
+                f"{self._called(name)} is {_described(dataset)}; it must be an array of numbers with a row a sample"
+            )
+        if 0 in dataset.shape:
+            raise UserError(f"{self._called(name)} is empty (shape {dataset.shape}); it must have a row a sample")
+        return dataset
+
+    def _column(self, found: Any, name: str) -> NDArray[Any] | Rows:
+        """Targets: in memory where they are few bytes, as mostly, since they are classes."""
+        dataset = self._dataset(found, name)
+        if dataset.nbytes <= IN_MEMORY:
+            return np.ascontiguousarray(dataset[()].astype(_of_targets(dataset.dtype)))
+        return Rows(self._file, dataset)
+
+    def _same_length(self, inputs: int) -> None:
+        targets = self._targets.count if isinstance(self._targets, Rows) else len(self._targets)
+        if inputs != targets:
+            raise UserError(
+                f"{self._called('')} has {inputs} inputs but {targets} targets ({self.targets}); "
+                f"there must be one for each"
+            )
+
+    def _called(self, dataset: str) -> str:
+        return f"{self.path}:{os.path.join('/', self.group, dataset)}".rstrip("/")  # noqa: PTH118 - not of the disk
+
+
+def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    plain = dtype.newbyteorder("=")
+    return np.dtype(_AS_TENSORS.get(plain.str[1:], plain))
+
+
+def _of_targets(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    if dtype.kind in "biu":
+        return np.dtype(np.int64)
+    return np.dtype(np.float32 if dtype.kind == "f" else np.complex64)
+
+
+def _described(dataset: Any) -> str:
+    if not dataset.shape:
+        return "a single value"
+    kind = (
+        "of several fields" if dataset.dtype.names else "of strings or objects" if dataset.dtype.kind in "OSU" else ""
+    )
+    return f"an array {kind or f'of type {dataset.dtype}'}"
+
+
+def _classes(found: Any) -> list[str]:
+    names = found.attrs.get("classes")
+    if names is None:
+        return []
+    return [each.decode() if isinstance(each, bytes) else str(each) for each in np.asarray(names).ravel().tolist()]
+
+
+def _digest(path: Path, what: str) -> str:
+    """Of the file's size and of pieces all over it: tells whether it is the same data, without reading it all."""
+    size = path.stat().st_size
+    digest = hashlib.sha256(f"{what} {size}".encode())
+    with path.open("rb") as file:
+        for offset in np.linspace(0, max(0, size - 4096), 32).astype(int).tolist():
+            file.seek(offset)
+            digest.update(file.read(4096))
+    return digest.hexdigest()[:16]

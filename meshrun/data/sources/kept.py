@@ -1,0 +1,60 @@
+"""Decoded pictures of a small set, kept in memory that all readers share: each is decoded once.
+
+kept = Kept("photos", count=155, size=224, keep=None)     # None: when the set is small
+kept.take([3, 1], pixels, decode)                          # decode(number, into) where there is nothing yet
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from meshrun.data.cache import fence, free_memory, shared
+
+SMALL = 1 << 30
+"""Most bytes that are kept without being asked to."""
+
+
+def is_small(size: int) -> bool:
+    """Whether so many bytes may be kept by every rank of a node without anybody having asked for it."""
+    return size <= SMALL and size <= free_memory() // 10
+
+
+class Kept:
+    """Squares of three colours by number; a flag each says that it is there."""
+
+    def __init__(self, key: str, count: int, size: int, keep: bool | None) -> None:
+        self.key, self.count, self.size = key, count, size
+        self.on = is_small(count * 3 * size * size) if keep is None else keep
+        self._map()
+
+    def _map(self) -> None:
+        if self.on:
+            pixels = self.count * 3 * self.size * self.size
+            self._memory = shared(f"kept {self.key} {self.count} {self.size}", pixels + self.count)
+            self._pixels = self._memory.bytes[:pixels].reshape(self.count, 3, self.size, self.size)
+            self._there = self._memory.bytes[pixels:]
+
+    def take(self, ids: list[int], into: Tensor, decode: Callable[[int, Tensor], None]) -> None:
+        """The pictures of these numbers, in order."""
+        if not self.on:
+            for place in np.argsort(ids).tolist():  # in the order in which they lie in their file, if it is one
+                decode(ids[place], into[place])
+            return
+        wanted = np.asarray(ids)
+        for number in np.unique(wanted[self._there[wanted] == 0]).tolist():
+            decode(number, torch.from_numpy(self._pixels[number]))
+            fence()  # nobody sees the flag before the picture; two who decode the same write the same
+            self._there[number] = 1
+        fence()
+        np.take(self._pixels, wanted, axis=0, out=into.numpy(), mode="clip")
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"key": self.key, "count": self.count, "size": self.size, "on": self.on}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._map()

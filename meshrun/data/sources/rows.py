@@ -1,0 +1,177 @@
+"""Rows of one dataset in an HDF5 file, by number: read where they lie in the file, or by whole chunks.
+
+    file = H5File(Path("train.h5"))
+    with file.opened() as h5:
+        rows = Rows(file, h5["images"])
+    rows.take(np.array([7, 3, 7]), into)        # into: (3, …) of the dataset's own type
+
+HDF5's library is asked once where the rows are. What is not compressed is then read from the file at these places, in
+runs of neighbours, straight into the batch. What is compressed (or lies in several files) is read by whole chunks,
+unpacked once into memory that all readers share; see `slots`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrun.data.sources.slots import Slots
+from meshrun.data.sources.source import OncePerProcess, Watched, changed
+from meshrun.errors import RunFailed, UserError
+
+Numbers = NDArray[np.int64]
+
+NEIGHBOURS = 1 << 20
+"""Bytes that are worth reading in one go."""
+_TOGETHER = 1024
+"""Most buffers that the kernel fills in one call."""
+
+
+class H5File:
+    """An HDF5 file that must stay as it is; opened once a process."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise UserError(f"HDF5 file {path} {'is a folder' if path.is_dir() else 'does not exist'}")
+        self.path, self.watched = path, Watched(path)
+        self.descriptor: OncePerProcess[int] = OncePerProcess(partial(os.open, path, os.O_RDONLY | os.O_CLOEXEC))
+        self.library: OncePerProcess[Any] = OncePerProcess(self.opened)
+
+    def opened(self) -> Any:
+        """The file as h5py has it, for reading, without the locks that parallel file systems often lack."""
+        try:
+            return _h5py().File(self.path, "r", locking=False)
+        except OSError as error:
+            raise UserError(self._why_not(str(error))) from None
+
+    def _why_not(self, error: str) -> str:
+        ends = re.search(r"eof = \d+, .*base_addr = (\d+), stored_eof = (\d+)", error)
+        if ends:
+            whole = int(ends[1]) + int(ends[2])
+            return f"HDF5 file {self.path} is truncated: {self.watched.size} of {whole} bytes are there; copy it anew"
+        if "signature not found" in error:
+            return f"{self.path} is not an HDF5 file, or is cut off within its first bytes ({self.watched.size} bytes)"
+        return f"HDF5 file {self.path} cannot be opened: {error}"
+
+    def check(self) -> None:
+        """RunFailed if the file has changed since it was first opened."""
+        self.watched.check(self.descriptor())
+
+
+class Rows:
+    """The rows of a dataset, each of `shape` and `dtype`; `chunk` of them are best read together."""
+
+    def __init__(self, file: H5File, dataset: Any) -> None:
+        self.file, self.name = file, str(dataset.name)
+        self.shape, self.dtype = tuple(dataset.shape[1:]), dataset.dtype
+        self.size = self.dtype.itemsize * int(np.prod(self.shape, dtype=np.int64))
+        self.count = int(dataset.shape[0])
+        self.unit = int(dataset.chunks[0]) if dataset.chunks else max(1, NEIGHBOURS // self.size)
+        self.chunk = self.unit * max(1, NEIGHBOURS // (self.unit * self.size))
+        self._starts = self._checked(dataset, _starts(file, dataset, self.unit))
+        self._slots = None
+        if self._starts is None:
+            self.unit = self.unit if dataset.chunks else max(1, self.unit // 4)
+            key = f"{file.path.resolve()} {file.watched.size} {self.name}"
+            self._slots = Slots(key, -(-self.count // self.unit), (self.unit, *self.shape), self.dtype, self._load)
+
+    def _checked(self, dataset: Any, starts: Numbers | None) -> Numbers | None:
+        """The places in the file, if the first and the last row are really there."""
+        if starts is None:
+            return None
+        self._starts = starts
+        ends = np.array([0, self.count - 1])
+        found = np.empty((2, *self.shape), self.dtype)
+        try:
+            self._take_from_file(ends, found)
+        except RunFailed:
+            return None
+        wanted = np.empty_like(found)
+        wanted[0], wanted[1] = dataset[0], dataset[self.count - 1]
+        return starts if found.tobytes() == wanted.tobytes() else None
+
+    def take(self, ids: Numbers, into: NDArray[Any]) -> None:
+        """Writes the rows of these numbers, in their order. ValueError(number, why) where one cannot be read."""
+        self.file.check()
+        unique, first, inverse = np.unique(ids, return_index=True, return_inverse=True)
+        if self._slots is None:
+            self._take_from_file(unique, into, first)
+        else:
+            self._slots.take(unique, first, into)
+        if len(unique) < len(ids):
+            again = np.flatnonzero(first[inverse] != np.arange(len(ids)))
+            into[again] = into[first[inverse[again]]]
+
+    def span(self, start: int, stop: int) -> bytes:
+        """Neighbouring rows as bytes."""
+        into = np.empty((stop - start, *self.shape), self.dtype)
+        self.take(np.arange(start, stop), into)
+        return into.tobytes()
+
+    def _take_from_file(self, unique: Numbers, into: NDArray[Any], places: Numbers | None = None) -> None:
+        """Reads sorted rows to these places of `into`, a run of neighbours in the file at a time."""
+        assert self._starts is not None
+        where = self._starts[unique // self.unit] + unique % self.unit * self.size
+        places = np.arange(len(unique)) if places is None else places
+        apart = (np.diff(where) != self.size) | (np.diff(places) != 1)
+        runs = [0, *(np.flatnonzero(apart) + 1).tolist(), len(unique)]
+        view = memoryview(into.reshape(-1).view(np.uint8).data)
+        file, offsets, to = self.file.descriptor(), where[runs[:-1]].tolist(), places[runs[:-1]].tolist()
+        for number, offset in enumerate(offsets):
+            begin = to[number] * self.size
+            self._fill(file, view[begin : begin + (runs[number + 1] - runs[number]) * self.size], offset)
+
+    def _fill(self, file: int, view: memoryview, offset: int) -> None:
+        read = os.preadv(file, [view], offset)
+        while read < len(view):  # the kernel gives at most 2 GiB at once, a network file system sometimes less
+            more = os.preadv(file, [view[read:]], offset + read)
+            if not more:
+                self.file.watched.look()
+                raise RunFailed(changed(self.file.path, f"it ends before byte {offset + len(view)}"))
+            read += more
+
+    def _load(self, unit: int, into: NDArray[Any]) -> int:
+        """Reads a whole chunk of rows, and says how many it has; OSError if it cannot be unpacked."""
+        start, stop = unit * self.unit, min(self.count, (unit + 1) * self.unit)
+        try:
+            self.file.library()[self.name].read_direct(into, np.s_[start:stop], np.s_[: stop - start])
+        except OSError as error:
+            self.file.watched.look()
+            raise ValueError(start, stop, f"{self.name} cannot be read there ({error})") from None
+        return stop - start
+
+
+def _starts(file: H5File, dataset: Any, unit: int) -> Numbers | None:
+    """Where in the file each chunk begins; None if rows cannot be read from there as they are."""
+    alone = dataset.file.filename == str(file.path) and not dataset.is_virtual and dataset.external is None
+    if not alone or dataset.file.userblock_size:
+        return None
+    units = -(-dataset.shape[0] // unit)
+    if dataset.chunks is None:
+        offset = dataset.id.get_offset()
+        size = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64))
+        return None if offset is None else offset + np.arange(units) * unit * size
+    plain = dataset.id.get_create_plist().get_nfilters() == 0
+    if not plain or dataset.chunks[1:] != dataset.shape[1:]:
+        return None
+    starts = np.full(units, -1, np.int64)
+
+    def found(chunk: Any) -> None:
+        starts[chunk.chunk_offset[0] // unit] = chunk.byte_offset
+
+    dataset.id.chunk_iter(found)
+    return None if (starts < 0).any() else starts
+
+
+def _h5py() -> Any:
+    try:
+        return importlib.import_module("h5py")
+    except ImportError:
+        raise UserError("HDF5 files are read by h5py, which is not installed; pip install 'meshrun[images]'") from None

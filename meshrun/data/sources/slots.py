@@ -1,0 +1,113 @@
+"""Unpacked chunks in memory that all readers share: each is unpacked once, by whoever needs it first.
+
+    slots = Slots("train.h5 images", 1000, (64, 3, 96, 96), np.dtype("u1"), load)    # load(number, into) -> rows
+    slots.take(numbers, places, into)       # rows numbers[i] -> into[places[i]]
+
+Nobody waits for anybody. A slot carries the number of its chunk, written after the chunk and taken away before the slot
+is filled anew; a reader looks at it before it copies rows out and again afterwards. Who fills a slot has it alone (the
+kernel's lock on a byte, which dies with its holder); who does not get it unpacks for itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from meshrun.data.cache import fence, free_memory, shared
+from meshrun.data.sources.kept import is_small
+
+Numbers = NDArray[np.int64]
+Load = Callable[[int, NDArray[Any]], int]
+
+MOST = 256 << 20
+"""Bytes of chunks that are kept where they cannot all be."""
+WAYS = 8
+"""Slots that a chunk may be in: with one only, chunks of a shuffled window would often push each other out."""
+_APART = 0.6180339887
+"""A step around the circle with which any number of processes begin far from each other."""
+
+
+class Slots:
+    """Chunks of rows, `shape` each, by number."""
+
+    def __init__(self, key: str, chunks: int, shape: tuple[int, ...], dtype: np.dtype[Any], load: Load) -> None:
+        self.key, self.shape, self.dtype, self.load = key, shape, dtype, load
+        self.size = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        if is_small(chunks * self.size):
+            self.ways, self.sets = 1, chunks
+        else:
+            self.ways = WAYS
+            self.sets = max(1, min(MOST, free_memory() // 20) // (self.size * WAYS))
+        self._map()
+
+    def _map(self) -> None:
+        count = self.ways * self.sets
+        self._memory = shared(f"slots {self.key} {self.shape} {self.dtype}", 16 * count + self.size * count)
+        numbers = self._memory.bytes[: 16 * count].view(np.int64).reshape(2, self.sets, self.ways)
+        self._chunks, self._used = numbers  # the chunk's number from 1, and when it was last asked for
+        data = self._memory.bytes[16 * count :].view(self.dtype)
+        self._data = data.reshape(self.sets, self.ways, *self.shape)
+
+    def take(self, numbers: Numbers, places: Numbers, into: NDArray[Any]) -> None:
+        """Copies sorted rows to these places."""
+        rows = self.shape[0]
+        units = numbers // rows
+        edges = [0, *(np.flatnonzero(np.diff(units)) + 1).tolist(), len(units)]
+        wanted = [
+            (int(units[start]), numbers[start:stop] - units[start] * rows, places[start:stop])
+            for start, stop in itertools.pairwise(edges)
+        ]
+        missing = [each for each in wanted if not self._copy(*each, into)]
+        begin = int(os.getpid() * _APART % 1 * len(missing))
+        for each in missing[begin:] + missing[:begin]:
+            if not self._copy(*each, into):
+                self._unpack(*each, into)
+
+    def _copy(self, unit: int, rows: Numbers, places: Numbers, into: NDArray[Any]) -> bool:
+        """Whether the chunk is there, and was all the time while its rows were copied."""
+        group = unit % self.sets
+        there = self._chunks[group].tolist()
+        if unit + 1 not in there:
+            return False
+        way = there.index(unit + 1)
+        fence()
+        _copy_rows(self._data[group, way], rows, places, into)
+        fence()
+        self._used[group, way] = time.monotonic_ns()
+        return bool(self._chunks[group, way] == unit + 1)
+
+    def _unpack(self, unit: int, rows: Numbers, places: Numbers, into: NDArray[Any]) -> None:
+        group = unit % self.sets
+        way = int(np.argmin(np.where(self._chunks[group] == 0, -1, self._used[group])))
+        with self._memory.alone(group * self.ways + way) as mine:
+            if mine:
+                self._chunks[group, way] = 0
+                fence()
+                chunk = self._data[group, way]
+                self.load(unit, chunk)
+                fence()
+                self._chunks[group, way], self._used[group, way] = unit + 1, time.monotonic_ns()
+            else:
+                chunk = np.empty(self.shape, self.dtype)
+                self.load(unit, chunk)
+            _copy_rows(chunk, rows, places, into)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {
+            name: value for name, value in self.__dict__.items() if name not in ("_memory", "_chunks", "_used", "_data")
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._map()
+
+
+def _copy_rows(chunk: NDArray[Any], rows: Numbers, places: Numbers, into: NDArray[Any]) -> None:
+    for row, place in zip(rows.tolist(), places.tolist(), strict=True):
+        into[place] = chunk[row]

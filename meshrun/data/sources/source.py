@@ -1,0 +1,117 @@
+"""What all sources share: files that must not change under the run, opening once a process, sentences.
+
+watched = Watched(path)             # remembers the file as it is now
+watched.check(opened)               # later: RunFailed if it is another one by now
+
+file = OncePerProcess(partial(open, path, "rb"))
+file().read()                       # opened anew in each process that asks: readers are forked
+
+raise bad_sample(17, "train", "train/cat/3.jpg", "it is truncated")
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import get_worker_info
+
+from meshrun.errors import BadSample, RunFailed
+
+T = TypeVar("T")
+
+LOOK_AGAIN = 1.0
+"""Seconds between two looks at a file's name: on a parallel file system each is a question to a server."""
+
+
+class Source:
+    """A dataset that reads whole batches at once: `batch_of` is all that it must have."""
+
+    def batch_of(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.batch_of([number])
+        return inputs[0], targets[0]
+
+    def __getitems__(self, ids: list[int]) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(*self.batch_of(ids), strict=True))
+
+
+class OncePerProcess(Generic[T]):
+    """What every process opens for itself when it first needs it: files do not survive a fork unharmed."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._made: tuple[int, T] | None = None
+
+    def __call__(self) -> T:
+        pid = os.getpid()
+        if self._made is None or self._made[0] != pid:
+            self._made = pid, self._make()
+        return self._made[1]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_make": self._make, "_made": None}
+
+
+class Watched:
+    """A file as it was when this was made."""
+
+    def __init__(self, path: Path) -> None:
+        found = path.stat()
+        self.path, self.size = path, found.st_size
+        self._state, self._looked = _state(found), 0.0
+
+    def check(self, file: int) -> None:
+        """RunFailed if the opened file, or what has its name now, is not the one that it was."""
+        if _state(os.fstat(file)) == self._state:
+            now = time.monotonic()
+            if now - self._looked < LOOK_AGAIN:
+                return
+            self._looked = now
+        self.look()
+
+    def look(self) -> None:
+        """The same without an open file."""
+        try:
+            found = self.path.stat()
+        except OSError as error:
+            raise RunFailed(changed(self.path, error.strerror or str(error))) from None
+        if _state(found) != self._state:
+            raise RunFailed(changed(self.path, f"it had {self.size} bytes and has {found.st_size}"))
+
+
+def _state(found: os.stat_result) -> tuple[int, int, int]:
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
+
+def changed(path: Path | str, what: str) -> str:
+    return (
+        f"{path} has changed while it is being trained on ({what}); "
+        f"give each training data that nobody writes to, and resume from a checkpoint"
+    )
+
+
+def bad_sample(number: int, source: str, file: str, why: str) -> BadSample:
+    """One sentence, with the sample's number and its file."""
+    return BadSample(
+        f"sample {number} of {source} ({file}) cannot be read: {why}; "
+        f"repair or remove it, or go on without such samples (--skip-bad-samples)"
+    )
+
+
+def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """A tensor to read a batch into; in a reader, where the rank will see it without a copy."""
+    if get_worker_info() is None:
+        return torch.empty(shape, dtype=dtype)
+    size = dtype.itemsize
+    for each in shape:
+        size *= each
+    storage = torch.UntypedStorage._new_shared(size)
+    return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
