@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,42 +69,57 @@ def write(
     tokenizer_sha256: str | None = None,
 ) -> TokenLayout:
     """Write a token file: documents of these lengths, whose tokens come one after the other, cut into any blocks."""
+    return write_many(path, (len(lengths), int(np.sum(lengths))), [lengths], blocks, vocabulary, tokenizer_sha256)
+
+
+def write_many(
+    path: Path,
+    counts: tuple[int, int],
+    lengths: Iterable[NDArray[np.int64]],
+    blocks: Iterable[NDArray[Any]],
+    vocabulary: int,
+    tokenizer_sha256: str | None,
+) -> TokenLayout:
+    """The same for more than memory holds: so many documents and tokens, whose lengths come in blocks too."""
     dtype = dtype_for(vocabulary)
-    starts = np.zeros(len(lengths) + 1, _STARTS)
-    np.cumsum(lengths, out=starts[1:])
-    total = int(starts[-1])
     metadata = {
         "format": FORMAT,
         "vocabulary": str(vocabulary),
-        "documents": str(len(lengths)),
+        "documents": str(counts[0]),
         "tokenizer_sha256": tokenizer_sha256 or "",
         "sha256": "0" * 64,  # known when all is written; as long as the real one
     }
     name = next(name for name, each in _DTYPES.items() if each == dtype)
-    header = _header(metadata, name, total, starts)
-    hashed, written = hashlib.sha256(), 0
-    with path.open("wb") as file:
-        file.write(header)
-        file.write(starts.data)
+    with path.open("w+b") as file:
+        file.write(_header(metadata, name, counts))
+        starts_at, end = file.tell(), 0
+        file.write(struct.pack("<q", 0))
+        for block in lengths:
+            starts = np.cumsum(block, dtype=_STARTS) + end
+            end = int(starts[-1]) if len(starts) else end
+            file.write(starts.data)
+        tokens_at = file.tell()
         for block in blocks:
-            data = np.ascontiguousarray(block, dtype=dtype).data
-            hashed.update(data)
-            file.write(data)
-            written += len(block)
-        if written != total:
-            raise ValueError(f"{written} tokens came for documents of {total}")
-        hashed.update(starts.data)
+            file.write(np.ascontiguousarray(block, dtype=dtype).data)
+        if (end, tokens_at, file.tell()) != (
+            counts[1],
+            starts_at + (counts[0] + 1) * _STARTS.itemsize,
+            tokens_at + counts[1] * dtype.itemsize,
+        ):
+            raise ValueError(f"{path}: what came is not {counts[0]} documents of {counts[1]} tokens")
+        summed = _sha256(file, [(tokens_at, counts[1] * dtype.itemsize), (starts_at, tokens_at - starts_at)])
         file.seek(0)
-        file.write(_header({**metadata, "sha256": hashed.hexdigest()}, name, total, starts))
+        file.write(_header({**metadata, "sha256": summed}, name, counts))
         file.flush()
         os.fsync(file.fileno())
     return read_layout(path)
 
 
-def _header(metadata: dict[str, str], dtype: str, tokens: int, starts: NDArray[Any]) -> bytes:
-    first = starts.nbytes
+def _header(metadata: dict[str, str], dtype: str, counts: tuple[int, int]) -> bytes:
+    documents, tokens = counts
+    first = (documents + 1) * _STARTS.itemsize
     tensors = {
-        "starts": {"dtype": "I64", "shape": [len(starts)], "data_offsets": [0, first]},
+        "starts": {"dtype": "I64", "shape": [documents + 1], "data_offsets": [0, first]},
         "tokens": {
             "dtype": dtype,
             "shape": [tokens],
@@ -171,13 +186,17 @@ def _dtype(path: Path, tokens: str, starts: str) -> np.dtype[Any]:
 
 def sha256_of_numbers(path: Path, layout: TokenLayout) -> str:
     """The checksum of the numbers as they are now, which should be `layout.sha256`."""
-    hashed = hashlib.sha256()
     spans = [(layout.tokens_at, layout.tokens * layout.dtype.itemsize)]
     spans.append((layout.starts_at, (layout.documents + 1) * _STARTS.itemsize))
     with path.open("rb") as file:
-        for at, length in spans:
-            file.seek(at)
-            while length and (block := file.read(min(length, _BLOCK))):
-                hashed.update(block)
-                length -= len(block)
+        return _sha256(file, spans)
+
+
+def _sha256(file: BinaryIO, spans: Iterable[tuple[int, int]]) -> str:
+    hashed = hashlib.sha256()
+    for at, length in spans:
+        file.seek(at)
+        while length and (block := file.read(min(length, _BLOCK))):
+            hashed.update(block)
+            length -= len(block)
     return hashed.hexdigest()

@@ -16,10 +16,7 @@ Nothing is read before it is asked for: a file of 10^12 tokens starts as fast as
 from __future__ import annotations
 
 import hashlib
-import mmap
-import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +26,8 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 from torch import Tensor
 
+from meshrun.data.sources.mapped import Mapped
+from meshrun.data.sources.source import changed
 from meshrun.data.sources.token_format import TokenLayout, read_layout, tokenizer_beside
 from meshrun.errors import BadSample, RunFailed, UserError
 
@@ -62,7 +61,6 @@ class TokenFile:
         if not self.layout.tokens:
             raise UserError(f"token file {self.path} is empty: it has no tokens; convert texts that have some")
         self._opened: _Opened | None = None
-        self._seen = _Seen.of(self.path)
         if vocabulary is not None and self.layout.vocabulary > vocabulary:
             raise UserError(
                 f"{self.path} has a vocabulary of {self.layout.vocabulary:,} but the model knows only {vocabulary:,}; "
@@ -113,7 +111,7 @@ class TokenFile:
     def batch_of(self, ids: Sequence[int] | NDArray[np.int64]) -> tuple[Inputs, Tensor]:
         """The windows of these numbers, as one batch."""
         opened = self._open()
-        opened.refuse_changes()
+        opened.mapped.check()
         window = self._windows_of(np.asarray(ids, np.int64))
         read = opened.windows(self._first_token, self.windows, self.context)[window]
         if read.max(initial=0) >= self.vocabulary:
@@ -167,9 +165,12 @@ class TokenFile:
         )
 
     def _open(self) -> _Opened:
-        """The mapped file, once a process."""
-        if self._opened is None or self._opened.process != os.getpid():
-            self._opened = _Opened(self.path, self.layout, self._seen)
+        """The mapped file; where the dataset was sent to another process, mapped there."""
+        if self._opened is None:
+            mapped = Mapped(self.path)
+            if read_layout(self.path) != self.layout:
+                raise RunFailed(changed(self.path, "its header is another one"))
+            self._opened = _Opened(mapped, self.layout)
         return self._opened
 
     def __getstate__(self) -> dict[str, Any]:
@@ -193,43 +194,19 @@ def _written(end: int | None) -> str:
     return "" if end is None else str(end)
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What a file was when it was first looked at."""
-
-    size: int
-    changed: int
-    inode: int
-
-    @classmethod
-    def of(cls, path: Path) -> _Seen:
-        try:
-            found = path.stat()
-        except OSError as error:
-            raise RunFailed(f"token file {path} has changed while it is being read: {error.strerror}") from None
-        return cls(found.st_size, found.st_mtime_ns, found.st_ino)
-
-
 class _Opened:
-    """A mapped token file, of one process."""
+    """The numbers of a mapped token file."""
 
-    def __init__(self, path: Path, layout: TokenLayout, seen: _Seen) -> None:
-        self.process, self._path, self._seen = os.getpid(), path, seen
-        self.refuse_changes()
-        with path.open("rb") as file:
-            whole = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        self._tokens = np.frombuffer(whole, layout.dtype, layout.tokens, layout.tokens_at)
-        self.starts = np.frombuffer(whole, np.dtype("<i8"), layout.documents + 1, layout.starts_at)
-
-    def refuse_changes(self) -> None:
-        """Before each reading: what a shorter file no longer has could not be read without being killed."""
-        if (now := _Seen.of(self._path)) != self._seen:
-            raise RunFailed(
-                f"token file {self._path} has changed while it is being trained on: it had {self._seen.size:,} bytes, "
-                f"now it has {now.size:,} and was written anew; put the old one back, or start a new run"
-            )
+    def __init__(self, mapped: Mapped, layout: TokenLayout) -> None:
+        self.mapped = mapped
+        self._tokens = np.frombuffer(mapped.whole, layout.dtype, layout.tokens, layout.tokens_at)
+        self.starts = np.frombuffer(mapped.whole, np.dtype("<i8"), layout.documents + 1, layout.starts_at)
+        self._windows: NDArray[Any] | None = None
 
     def windows(self, first: int, count: int, context: int) -> NDArray[Any]:
         """All windows as rows of one array that shares the file's memory; each has the first token of the next."""
-        width = self._tokens.itemsize
-        return as_strided(self._tokens[first:], (count, context + 1), (context * width, width), writeable=False)
+        if self._windows is None:
+            width = self._tokens.itemsize
+            shape, strides = (count, context + 1), (context * width, width)
+            self._windows = as_strided(self._tokens[first:], shape, strides, writeable=False)
+        return self._windows
