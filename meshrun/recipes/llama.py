@@ -3,40 +3,44 @@
     meshrun run llama                                  # a million parameters, this process
     meshrun run llama --procs 2                        # two local processes, the same losses
     meshrun run llama --preset 150m --precision bf16   # bigger, on GPUs
-    meshrun run llama --preset 8b --weights Meta-Llama-3-8B
+    meshrun run llama --preset 8b --weights Meta-Llama-3-8B --text mine.tokens
+    meshrun use runs/llama-1 generate --prompt "My fellow citizens"
 
 The text is the 233 speeches on the State of the Union from 1790 to 2021, which come with the package as tokens of a
 byte-pair encoding of 2,048; the last twelve are for validation. Presets with a larger vocabulary train on the same
 tokens, whose numbers are below it, and leave the rest unused: enough to see how fast a shape is and what it needs.
+`meshrun stage llama` fetches more text, and `meshrun convert-data` makes tokens of any.
 
-The file has three parts: the model, which is torch and nothing else; the experiment; weights to and from Hugging Face.
+The file has four parts: the model, which is torch and nothing else; the experiment; how it speaks; weights to and from
+Hugging Face.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from meshrun import Experiment, Schedule, UserError, token_cross_entropy
+from meshrun import Experiment, Schedule, Stage, TokenFile, UserError, perplexity, staged, token_cross_entropy
 
-DATA = Path(__file__).parent / "data" / "speeches.npz"
-TOKENIZER = DATA.with_name("speeches-bpe.json")
-VALIDATION = 12
-"""Speeches at the end that are not trained on: one in twenty."""
+DATA = Path(__file__).parent / "data" / "speeches.tokens"
 VALIDATION_WINDOWS = 64
-"""So many windows of them are evaluated, which takes seconds on a CPU."""
+"""So many windows of what is not trained on are evaluated, which takes seconds on a CPU."""
+WIKIPEDIA = (
+    "https://huggingface.co/datasets/wikimedia/wikipedia/resolve/cf26be8eef6bc935da5d2281be5aad4813e49e90/"
+    "20231101.simple/train-00000-of-00001.parquet"
+)
+WIKIPEDIA_SHA256 = "31bded16768a47c286becd292079122f5d7d4397a17b87d4250a00ccd581e6f0"
 
 
 @dataclass(frozen=True)
@@ -136,12 +140,16 @@ class Linear(nn.Linear):
 class Llama(nn.Module):
     """Tokens (N, T) to logits (N, T, vocabulary).
 
-    `positions` (T) says where in the sequence the tokens stand; 0 to T - 1 when absent.
+    `positions` (T) says where in the sequence the tokens stand; 0 to T - 1 when absent. `documents` (N, T) numbers the
+    documents of a sequence: each is read as if it stood alone. `past` holds what each block keeps of the tokens before
+    these, an empty list at first; the rest is then read one token at a time, as `generate` does.
     """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape
+        self.text: TokenFile | None = None
+        """What it is trained on; its tokenizer is what `generate` speaks with."""
         self.embed = Embedding(shape.vocabulary, shape.hidden, shape.tied)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden, shape.eps)
@@ -149,11 +157,33 @@ class Llama(nn.Module):
         if shape.tied:
             self.head.weight = self.embed.weight
 
-    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        past: Sequence[list[Tensor]] | None = None,
+    ) -> Tensor:
+        mask = None
+        if documents is not None:
+            if positions is not None:
+                raise UserError(
+                    "documents are kept apart by a mask (--separate), but a rank of cp sees a part of a sequence only; "
+                    "leave --separate away, or use a layout without cp (--layout)"
+                )
+            positions, mask = apart(documents)
         x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x, positions)
+        for number, block in enumerate(self.blocks):
+            x = block(x, positions, mask, None if past is None else past[number])
         return self.head(self.norm(x))
+
+
+def apart(documents: Tensor) -> tuple[Tensor, Tensor]:
+    """Positions (N, T) that begin anew in each document, and a mask (N, 1, T, T) of the tokens that each one sees."""
+    places = torch.arange(documents.shape[1], device=documents.device)
+    begins = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
+    positions = places - torch.where(begins, places, 0).cummax(dim=1).values
+    return positions, (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
 
 class Block(nn.Module):
@@ -168,13 +198,19 @@ class Block(nn.Module):
         self.ffn = FeedForward(shape)
         self.ffn_dropout = nn.Dropout(shape.dropout)
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), positions))
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        past: list[Tensor] | None = None,
+    ) -> Tensor:
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), positions, mask, past))
         return x + self.ffn_dropout(self.ffn(self.ffn_norm(x)))
 
 
 class Attention(nn.Module):
-    """Causal attention in which several heads of queries share one of keys and values."""
+    """Causal attention, or that of a mask, in which several heads of queries share one of keys and values."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -184,7 +220,13 @@ class Attention(nn.Module):
         self.wv = Linear(shape.hidden, shape.kv_heads * shape.head_size)
         self.wo = Linear(shape.heads * shape.head_size, shape.hidden, _std_into_residual(shape))
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        past: list[Tensor] | None = None,
+    ) -> Tensor:
         n, t, _ = x.shape
         if positions is None:
             positions = torch.arange(t, device=x.device)
@@ -193,10 +235,14 @@ class Attention(nn.Module):
         q = rotate(self.wq(x).view(n, t, -1, self.head_size), cos, sin).transpose(1, 2)
         k = rotate(self.wk(x).view(n, t, -1, self.head_size), cos, sin).transpose(1, 2)
         v = self.wv(x).view(n, t, -1, self.head_size).transpose(1, 2)
-        if q.is_cuda and q.dtype == torch.float32:
-            # No kernel shares heads in fp32 on a GPU, and without one torch keeps the whole T x T matrix of scores.
+        if past is not None:
+            k, v = past[:] = [torch.cat(both, dim=2) for both in zip(past, (k, v), strict=True)] if past else [k, v]
+        if q.is_cuda and (q.dtype == torch.float32 or mask is not None):
+            # No kernel of a GPU shares heads in fp32 or under a mask, and without one torch keeps all T x T scores.
             k, v = (each.repeat_interleave(q.shape[1] // each.shape[1], dim=1) for each in (k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        # A single token after those that are kept sees all of them.
+        causal = mask is None and t == k.shape[2]
+        out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=q.shape[1] != k.shape[1])
         return self.wo(out.transpose(1, 2).reshape(n, t, -1))
 
 
@@ -219,9 +265,9 @@ def _std_into_residual(shape: Shape) -> float:
 
 
 def rotary(positions: Tensor, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (T, 1, head_size / 2), in fp32: positions of thousands do not fit less."""
+    """Cosines and sines (…, T, 1, head_size / 2), in fp32: positions of thousands do not fit less."""
     exponents = torch.arange(0, head_size, 2, dtype=torch.float32, device=positions.device) / head_size
-    angles = positions.float()[:, None, None] * theta**-exponents
+    angles = positions.float()[..., None, None] * theta**-exponents
     return angles.cos(), angles.sin()
 
 
@@ -231,41 +277,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-class Speeches:
-    """The tokens of a split, cut into windows: `context` tokens, and as many that follow each of them.
-
-    Windows do not overlap, so that every token is read once and predicted once.
-    """
-
-    def __init__(self, split: Literal["train", "val"], context: int, most: int | None = None) -> None:
-        """`most` keeps so many windows, evenly spread over the speeches."""
-        with np.load(DATA) as arrays:
-            cut = arrays["starts"][-VALIDATION]
-            self.tokens = arrays["tokens"][slice(cut) if split == "train" else slice(cut, None)]
-        if not 0 < context < len(self.tokens):
-            raise UserError(
-                f"context is {context}; it must be at least 1 and below {len(self.tokens)}, "
-                f"the tokens of the {split} split (--context)"
-            )
-        self.context = context
-        windows = (len(self.tokens) - 1) // context
-        self.windows = np.linspace(0, windows, min(most or windows, windows), endpoint=False, dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        start = self.windows[index] * self.context
-        window = torch.from_numpy(self.tokens[start : start + self.context + 1].astype(np.int64))
-        return window[:-1], window[1:]
-
-
 def experiment(
     preset: Literal["tiny", "20m", "150m", "1b", "8b", "70b"] = "tiny",
     lr: float | None = None,
     context: int | None = None,
     dropout: float | None = None,
     weights: Path | None = None,
+    text: Path | None = None,
+    validation: float = 0.05,
+    separate: bool = False,
 ) -> Experiment:
     """A language model of the Llama class.
 
@@ -274,6 +294,9 @@ def experiment(
     context: tokens of a sample; 128 for tiny, up to 8192 for 8b and 70b, when absent
     dropout: share of each layer's outputs that are dropped; 0.1 for tiny, else 0, when absent
     weights: safetensors file, or folder, with weights of Hugging Face's names to start from
+    text: token file to train on, made by meshrun convert-data; the speeches when absent
+    validation: share of the text's documents, the last ones, that are not trained on
+    separate: attention and targets do not cross from one document to the next
     """
     shape = PRESETS[preset]
     shape = replace(
@@ -284,9 +307,21 @@ def experiment(
     if not 0 <= shape.dropout < 1:
         raise UserError(f"dropout is {shape.dropout}; it must be at least 0 and below 1 (--dropout)")
     highest = 3e-3 * math.sqrt(PRESETS["tiny"].hidden / shape.hidden) if lr is None else lr
+    path = DATA if text is None else text
+    if path.parent == Path() and not path.exists():
+        path = staged(path.name)
+    last = _last_documents(path, validation)
+
+    def windows(documents: slice, most: int | None = None) -> TokenFile:
+        return TokenFile(
+            path, shape.context, documents=documents, cross=not separate, vocabulary=shape.vocabulary, most=most
+        )
+
+    train, val = windows(slice(None, -last)), windows(slice(-last, None), VALIDATION_WINDOWS)
 
     def model() -> Llama:
         made = Llama(shape)
+        made.text = train
         if weights is not None:
             load_hf(made, weights)
         return made
@@ -300,17 +335,140 @@ def experiment(
 
     return Experiment(
         model=model,
-        train=Speeches("train", shape.context),
-        evals={"val": Speeches("val", shape.context, most=VALIDATION_WINDOWS)},
+        train=train,
+        evals={"val": val},
         loss=token_cross_entropy,
+        metrics={"perplexity": perplexity},
         optimizer=optimizer,
         schedule=Schedule("cosine", warmup=100, final=0.1),
         clip=1.0,
-        batch=16,
+        batch=min(16, len(train)),
         steps=600,
+        # Of a model that takes many devices no single one is asked to speak.
+        after=(lambda model, _: _speak(model, val)) if shape.hidden <= PRESETS["1b"].hidden else None,
         segments=segments,
         tensor_plan=PLAN,
     )
+
+
+def _last_documents(path: Path, share: float) -> int:
+    """How many documents at the end of a token file are for validation."""
+    documents = TokenFile(path, 1).layout.documents
+    last = max(1, round(share * documents))
+    if not 0 < share < 1 or last >= documents:
+        raise UserError(
+            f"validation is {share} of {documents:,} documents in {path}; it must be above 0 and below 1, and leave at "
+            f"least one document for each of training and validation (--validation, --text)"
+        )
+    return last
+
+
+def stage_data(stage: Stage) -> None:
+    """More text than comes with the package: 241,787 articles, 157 MB, CC BY-SA 3.0."""
+    articles = stage.download(WIKIPEDIA, "wikipedia.parquet", sha256=WIKIPEDIA_SHA256)
+    stage.note(
+        f"{articles} is text; to train on it: meshrun convert-data {articles} {articles.with_suffix('.tokens')} "
+        f"--vocabulary 32000, then meshrun run llama --preset 150m --text wikipedia.tokens"
+    )
+
+
+def _speak(model: Any, val: TokenFile) -> dict[str, Any]:
+    """What the best weights reach, and how they sound."""
+    reached = _perplexity_on(model, val)
+    print(f"perplexity {reached:,.1f} on {len(val):,} windows of text that it has not seen")
+    try:
+        text = generate(model, tokens=60)
+    except UserError as missing:
+        print(missing)
+        return {"perplexity": reached}
+    print(text)
+    return {"perplexity": reached, "text": text}
+
+
+@torch.no_grad()
+def _perplexity_on(model: Llama, data: TokenFile) -> float:
+    """The number of tokens among which the model is as unsure as if it had to guess."""
+    device, total, count = model.embed.weight.device, 0.0, 0
+    for first in range(0, len(data), 8):
+        inputs, targets = data.batch_of(range(first, min(first + 8, len(data))))
+        named = inputs if isinstance(inputs, dict) else {"tokens": inputs}
+        outputs = model(**{name: each.to(device) for name, each in named.items()})
+        loss = token_cross_entropy(outputs, targets.to(device))
+        total, count = total + float(loss.total), count + int(loss.count)
+    return math.exp(total / count)
+
+
+def generate(
+    model: Llama,
+    prompt: str = "My fellow citizens",
+    tokens: int = 100,
+    temperature: float = 0.8,
+    top: int = 40,
+    seed: int = 0,
+) -> str:
+    """Let the model go on with a text.
+
+    prompt: what the text begins with
+    tokens: how many follow
+    temperature: 0 takes the likeliest token each time, 1 draws with the model's own odds
+    top: only so many of the likeliest tokens are drawn from
+    seed: of the draws
+    """
+    for name, value, least in (("tokens", tokens, 1), ("temperature", temperature, 0), ("top", top, 1)):
+        if value < least:
+            raise UserError(f"{name} is {value}; it must be at least {least} (--{name})")
+    tokenizer = _tokenizer_of(model)
+    generator = torch.Generator().manual_seed(seed)
+
+    def choose(logits: Tensor) -> int:
+        # A model may have room for more tokens than its text uses.
+        likeliest = (
+            logits[: tokenizer.get_vocab_size()]
+            .float()
+            .cpu()
+            .topk(1 if temperature == 0 else min(top, tokenizer.get_vocab_size()))
+        )
+        odds = (likeliest.values / (temperature or 1)).softmax(0)
+        return int(likeliest.indices[torch.multinomial(odds, 1, generator=generator)])
+
+    ids = [_start(model), *tokenizer.encode(prompt, add_special_tokens=False).ids]
+    return tokenizer.decode(_continued(model, ids, tokens, choose))
+
+
+def _tokenizer_of(model: Llama) -> Any:
+    """The tokenizer of the text that a model is trained on."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise UserError("to speak, the model needs the library tokenizers: pip install 'meshrun[text]'") from None
+    assert model.text is not None
+    return Tokenizer.from_file(str(model.text.tokenizer))
+
+
+def _start(model: Llama) -> int:
+    """The token that every document begins with, such as the first one."""
+    assert model.text is not None
+    inputs, _ = model.text[0]
+    return int((inputs["tokens"] if isinstance(inputs, dict) else inputs)[0])
+
+
+@torch.no_grad()
+def _continued(model: Llama, ids: list[int], tokens: int, choose: Callable[[Tensor], int]) -> list[int]:
+    """The tokens, and as many after them, each chosen from the logits.
+
+    What the blocks keep of earlier tokens is used until a context is full; its second half begins the next one.
+    """
+    device, context = model.embed.weight.device, model.shape.context
+    begin = max(0, len(ids) - context)
+    past: list[list[Tensor]] = [[] for _ in model.blocks]
+    for _ in range(tokens):
+        if len(ids) - begin > context:
+            begin, past = len(ids) - max(1, context // 2), [[] for _ in model.blocks]
+        new = ids[-1:] if past[0] else ids[begin:]
+        places = torch.arange(len(ids) - begin - len(new), len(ids) - begin, device=device)
+        logits = model(torch.tensor([new], device=device), places, past=past)
+        ids = [*ids, choose(logits[0, -1])]
+    return ids
 
 
 HF_NAMES = {

