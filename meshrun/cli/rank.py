@@ -32,7 +32,7 @@ from meshrun.cli.node_cache import OURS, copies_of, kept_on_node, make_private
 from meshrun.cli.target import Target, find, make, place_of
 from meshrun.config import RunConfig, RunDirectory, write_json
 from meshrun.data import cache
-from meshrun.data.loader import has_lost_a_reader
+from meshrun.data.readers import has_lost_a_reader
 from meshrun.data.staging import missing_of, use
 from meshrun.errors import CutOff, RunFailed, SharedError, UserError
 from meshrun.experiment import Experiment
@@ -52,12 +52,13 @@ from meshrun.observe.stragglers import sniff_on
 from meshrun.observe.watch import Watcher
 from meshrun.parallel.build import How
 from meshrun.train.bad_steps import Policy
+from meshrun.train.data_wait import Wait, facts_of, sentence
 from meshrun.train.deadline import deadline_of
 from meshrun.train.ending import Ending, Signals, begin_anew
 from meshrun.train.interval import parse as parse_interval
 from meshrun.train.loop import Stopped, Trainer
 from meshrun.train.recovery import Keeping
-from meshrun.world import World, detect, slurm
+from meshrun.world import World, cores, detect, disks, slurm
 from meshrun.world.environment import inherited
 
 Tell = Callable[[Event], None]
@@ -314,6 +315,7 @@ def _train(
         **_trained(trainer, ending, restarted),
     }
     result["seconds"] = time.monotonic() - began
+    result |= _waited_for_data(config, trainer, recorder)
     stopped = result.get("stopped")
     if stopped is not None:
         recorder("stopped", **stopped)
@@ -324,6 +326,21 @@ def _train(
         run.stop_file.unlink(missing_ok=True)  # whoever made it came too late, and means no later start
         _draw_report(run, recorder)
     return Trained(result, experiment, here)
+
+
+def _waited_for_data(config: RunConfig, trainer: Trainer, recorder: Recorder) -> dict[str, Any]:
+    """The share of the time that data was waited for, by rank and by the worst of them, and a word to the user."""
+    here, totals, env = trainer.here, trainer.totals, inherited()
+    own = Wait(here.rank, here.world.host, totals.seconds, totals.data_wait, trainer.reading.workers, cores.granted())
+    waits = here.gathered((own, cores.granted_to_job(env, here.world), cores.mended(here.world)))
+    worst, *of_node = max(waits, key=lambda each: each[0].share)
+    if here.rank == 0:
+        data, shuffle = trainer.experiment.train, trainer.experiment.shuffle
+        facts = facts_of(data, shuffle, config.cache != "none", *of_node, disks.mounts())
+        said = sentence(worst, [each for each, *_ in waits], facts)
+        if said is not None:
+            recorder("note", text=said)
+    return {"data_wait": worst.share if worst.seconds else None, "data_waits": [each.share for each, *_ in waits]}
 
 
 def _use_node(config: RunConfig, run: RunDirectory, here: mesh.Here, memory: Path | None, recorder: Recorder) -> None:

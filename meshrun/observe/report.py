@@ -169,13 +169,15 @@ def _figures(history: History) -> str:
     losses = history.track.series("loss")[1]
     rate = number(history.result.get("samples_per_s"), first.samples / first.seconds if first.seconds else math.nan)
     waited = number(history.result.get("data_wait"), first.waited / first.seconds if first.seconds else math.nan)
+    waits = [number(each, 0.0) for each in history.result.get("data_waits") or []]
+    worst = f" on rank {waits.index(max(waits))}" if len(waits) > 1 and max(waits) else ""
     hosts = {rank.host for rank in history.ranks if rank.host}
     best, about = _best(history)
     rows = [
         ("Final loss", short(losses[-1]) if losses else "", "training" if losses else ""),
         ("Best evaluation", best, about),
         ("Samples/s", short(float(f"{rate:.3g}")) if math.isfinite(rate) else "", ""),
-        ("Waited for data", f"{100 * waited:.1f} %" if math.isfinite(waited) else "", "of the time"),
+        ("Waited for data", f"{100 * waited:.1f} %" if math.isfinite(waited) else "", f"of the time{worst}"),
         ("Ranks", f"{history.world:,}" if history.world else "", f"on {_count(len(hosts), 'node')}" if hosts else ""),
         ("Layout", history.fact("layout"), ""),
         ("Device", history.fact("device"), ""),

@@ -168,7 +168,7 @@ def _of_optimizer(trainer: Trainer, shard: Shard, key: str, value: Any, writer: 
 
 def values(trainer: Trainer, now: Moment) -> dict[str, Any]:
     """What is no tensor."""
-    totals, experiment = trainer.totals, trainer.experiment
+    totals = trainer.totals
     return {
         "step": now.step,
         "evaluated": now.evaluated,
@@ -185,7 +185,20 @@ def values(trainer: Trainer, now: Moment) -> dict[str, Any]:
             {"made": made, "now": plain(group)}
             for made, group in zip(trainer.made_groups, trainer.optimizer.param_groups, strict=True)
         ],
-        "data": {"batch": experiment.batch, "seed": experiment.seed, "train_samples": len(experiment.train)},
+        "data": _data(trainer),
+    }
+
+
+def _data(trainer: Trainer) -> dict[str, Any]:
+    """All that decides which samples a step has, and whether they are the same ones."""
+    experiment = trainer.experiment
+    fingerprint = getattr(experiment.train, "fingerprint", None)
+    return {
+        "batch": experiment.batch,
+        "seed": experiment.seed,
+        "train_samples": len(experiment.train),
+        "shuffle": str(trainer.order.shuffle),
+        "fingerprint": str(fingerprint) if fingerprint is not None else None,
     }
 
 
@@ -254,15 +267,22 @@ def refuse_other(trainer: Trainer, checkpoint: Checkpoint) -> None:
     if wrong:
         shown = "; ".join(wrong[:4]) + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else "")
         raise SharedError(f"{checkpoint.path} is of another model: {shown}")
-    data, experiment = checkpoint.state["data"], trainer.experiment
-    now = {"batch": experiment.batch, "seed": experiment.seed, "train_samples": len(experiment.train)}
-    for name, value in now.items():
-        if value != data.get(name):
-            word = name.replace("_", " ")
+    saved_data, now = checkpoint.state["data"], _data(trainer)
+    for name in ("batch", "seed", "train_samples", "shuffle"):
+        # What a checkpoint does not say, of when there was one order only, was the same.
+        before = saved_data.get(name, "full" if name == "shuffle" else None)
+        if before != now[name]:
+            word, flag = name.replace("_", " "), "" if name == "train_samples" else f" (--{name})"
             raise SharedError(
-                f"{checkpoint.path} was trained with {word} {data.get(name)} but {word} is {value} now: the samples of "
-                f"its steps would be others; resume with {data.get(name)}, or begin a new run"
+                f"{checkpoint.path} was trained with {word} {before} but {word} is {now[name]} now: the samples of "
+                f"its steps would be others; resume with {before}{flag}, or begin a new run"
             )
+    before = saved_data.get("fingerprint")
+    if before is not None and now["fingerprint"] is not None and before != now["fingerprint"]:
+        raise SharedError(
+            f"{checkpoint.path} was trained on other data: its fingerprint was {before} and is {now['fingerprint']} "
+            f"now; put back what it was trained on, or begin a new run"
+        )
 
 
 def _own(name: str) -> str:

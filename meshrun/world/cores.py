@@ -59,30 +59,39 @@ def read(text: str) -> frozenset[int]:
     return frozenset(int(core) for core in text.split(",") if core)
 
 
-def lost(env: Env, world: World, seen: Sequence[Collection[int]], existing: int | None = None) -> str | None:
-    """A sentence when a rank has one core though its node was granted more than its ranks have; with what mends it."""
+def granted_to_job(env: Env, world: World, existing: int | None = None) -> int | None:
+    """How many cores of this node the job was granted; None where nobody says so."""
     existing = existing or os.cpu_count() or 1
-    in_slurm = bool(env.get("SLURM_JOB_ID"))
-    if in_slurm:
+    if env.get("SLURM_JOB_ID"):
         try:
-            granted = min(expand_tasks(env.get("SLURM_JOB_CPUS_PER_NODE", "")))
+            # Virtual nodes may claim more cores than there are.
+            return min(existing, *expand_tasks(env.get("SLURM_JOB_CPUS_PER_NODE", "")))
         except UserError:
             return None
-    elif world.source in ("openmpi", "pmi"):
-        granted = existing
-    else:
-        return None
-    # Virtual nodes may claim more cores than there are.
-    granted = min(granted, existing)
-    have = len(frozenset[int]().union(*seen))
-    if world.local_rank != 0 or min(map(len, seen)) > 1 or have >= granted:
-        return None
-    mended = {
+    return existing if world.source in ("openmpi", "pmi") else None
+
+
+def mended(world: World) -> str:
+    """How a launcher that hands on too few cores is told to hand on all."""
+    return {
         "openmpi": "start with mpirun --bind-to none",
         "pmi": "start with mpiexec -bind-to none",
     }.get(world.source, "write 'export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK' before srun, or srun --cpus-per-task=N")
+
+
+def lost(env: Env, world: World, seen: Sequence[Collection[int]], existing: int | None = None) -> str | None:
+    """A sentence when a rank has one core though its node was granted more than its ranks have; with what mends it."""
+    granted = granted_to_job(env, world, existing)
+    if granted is None:
+        return None
+    have = len(frozenset[int]().union(*seen))
+    if world.local_rank != 0 or min(map(len, seen)) > 1 or have >= granted:
+        return None
     ranks = "its rank has 1 core" if world.local_size == 1 else f"of its {world.local_size} ranks one has 1 core"
-    return f"{world.host} was granted {granted} cores, but {ranks} and all have {have}, which starves readers; {mended}"
+    return (
+        f"{world.host} was granted {granted} cores, but {ranks} and all have {have}, which starves readers; "
+        f"{mended(world)}"
+    )
 
 
 def threads_are_chosen(env: Env) -> bool:

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from meshrun import Experiment, UserError, mesh
 from meshrun.state import catalog
+from meshrun.state.checkpoint import Checkpoint
 from meshrun.train.interval import Every
 from meshrun.train.loop import Trainer
 from meshrun.train.recovery import Keeping
@@ -148,6 +150,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_names_that_differ(sav
     [
         ({"batch": 10}, "was trained with batch 12 but batch is 10 now"),
         ({"seed": 6}, "was trained with seed 5 but seed is 6 now"),
+        ({"shuffle": "none"}, r"was trained with shuffle full but shuffle is none now.*resume with full \(--shuffle\)"),
         ({"train": points(61)}, "was trained with train samples 60 but train samples is 61 now"),
         ({"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}, "the state of the optimizer Adam but"),
     ],
@@ -157,6 +160,39 @@ def test_a_training_of_other_samples_or_another_optimizer_is_refused(
 ):
     with pytest.raises(UserError, match=sentence):
         resumed(saved, replace(noisy(8), **change))
+
+
+class Marked(TensorDataset):
+    """Says in a word what it holds."""
+
+    fingerprint = "one"
+
+
+def test_data_that_is_other_than_it_was_is_refused_where_it_can_be_told(tmp_path: Path):
+    data = Marked(*points(60).tensors)
+    Trainer(replace(noisy(2), train=data), mesh.start(), keeping=Keeping(tmp_path, every=Every(steps=2))).train()
+    assert resumed(tmp_path, replace(noisy(4), train=data))[0] is not None
+    assert resumed(tmp_path, noisy(4))[0] is not None, "this one does not say what it holds"
+    data.fingerprint = "two"
+    with pytest.raises(UserError, match=r"trained on other data: its fingerprint was one and is two now; put back"):
+        resumed(tmp_path, replace(noisy(4), train=data))
+
+
+def test_a_checkpoint_from_before_there_were_other_orders_goes_on_in_the_full_one(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole = Checkpoint.open
+
+    def older(*words: Any) -> Checkpoint:
+        checkpoint = whole(*words)
+        for name in ("shuffle", "fingerprint"):
+            checkpoint.state["data"].pop(name, None)
+        return checkpoint
+
+    monkeypatch.setattr(Checkpoint, "open", older)
+    assert resumed(saved)[0] is not None
+    with pytest.raises(UserError, match="was trained with shuffle full but shuffle is none now"):
+        resumed(saved, replace(noisy(8), shuffle="none"))
 
 
 def test_a_learning_rate_that_was_changed_is_the_new_one_and_all_else_goes_on(saved: Path):

@@ -1,0 +1,123 @@
+"""Why a training has waited for its data, and what would help: a sentence for its end.
+
+    waits = here.gathered(Wait(rank, host, totals.seconds, totals.data_wait, workers, granted()))
+    worst = max(waits, key=lambda each: each.share)
+    sentence(worst, waits, facts_of(experiment.train, …))
+
+    41 % of the time waited for data, on rank 3 of n7: it has 1 core, of 48 granted to the job on this node; …
+
+While one rank waits for its data, all others wait for that rank: the share of the worst one is that of the training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshrun.world.disks import file_system_of, is_shared
+
+WORTH_A_WORD = 0.10
+"""Share of the time from which on waiting is spoken of."""
+LEAST_SECONDS = 0.2
+"""And so many seconds: of less, nobody has felt anything."""
+MANY_FILES = 1_000
+MOST_READERS = 8
+"""More than so many readers a rank are not advised: they would seldom find more to do."""
+HDF5 = (".h5", ".hdf5", ".hdf", ".he5")
+
+
+@dataclass(frozen=True)
+class Wait:
+    """How long one rank waited for data, and what it has to read with."""
+
+    rank: int
+    host: str
+    seconds: float
+    """Of all steps that were timed."""
+    waited: float
+    workers: int
+    cores: frozenset[int]
+
+    @property
+    def share(self) -> float:
+        return self.waited / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of the data and of the node beside that."""
+
+    granted: int | None = None
+    """Cores of the node that the job was granted, where somebody says so."""
+    mended: str = ""
+    """How this launcher is told to hand on all of them."""
+    path: str = ""
+    """The file or folder that is read; nothing where that is not known."""
+    files: int = 0
+    """How many files a folder has; 0 for a single file."""
+    file_system: str = ""
+    cached: bool = False
+    shuffle: str = "full"
+
+
+def facts_of(data: Any, shuffle: str, cached: bool, granted: int | None, mended: str, mounts: str) -> Facts:
+    """What a dataset shows of where its samples lie; what wraps another one shows that one's."""
+    while not (hasattr(data, "path") or hasattr(data, "folder")) and hasattr(data, "dataset"):
+        data = data.dataset
+    found = getattr(data, "path", None) or getattr(data, "folder", None)
+    if not isinstance(found, str | Path):
+        return Facts(granted, mended, shuffle=shuffle, cached=cached)
+    path = Path(found).absolute()
+    files = getattr(data, "files", ()) if path.is_dir() else ()
+    count = len(files) if hasattr(files, "__len__") else 0
+    return Facts(granted, mended, str(found), count, file_system_of(str(path.resolve()), mounts), cached, shuffle)
+
+
+def sentence(worst: Wait, waits: Sequence[Wait], facts: Facts) -> str | None:
+    """What to tell the user, or None where waiting is not worth a word."""
+    if worst.share <= WORTH_A_WORD or worst.waited < LEAST_SECONDS:
+        return None
+    here = [each for each in waits if each.host == worst.host]
+    on_node = len(frozenset[int]().union(*(each.cores for each in here)))
+    # Some cores are left to the system at many sites; a rank without half of what is its due was bound by mistake.
+    lost = facts.granted is not None and on_node < facts.granted and 2 * len(worst.cores) * len(here) <= facts.granted
+    where = f", on rank {worst.rank} of {worst.host}" if len(waits) > 1 else ""
+    cores = _cores(worst, facts.granted if lost else None)
+    advice = [*_on_cores(worst, lost, facts.mended), *_on_data(facts)]
+    return (
+        f"{100 * worst.share:.0f} % of the time waited for data{where}: reading has {cores} and "
+        f"{_readers(worst.workers)}; {', or '.join(advice)}"
+    )
+
+
+def _cores(worst: Wait, granted: int | None) -> str:
+    count = f"{len(worst.cores)} core{'s' * (len(worst.cores) > 1)}"
+    return count if granted is None else f"{count} ({granted} granted to the job on this node)"
+
+
+def _readers(workers: int) -> str:
+    if not workers:
+        return "no process of its own"
+    return f"{workers} reader process{'es' * (workers > 1)}"
+
+
+def _on_cores(worst: Wait, lost: bool, mended: str) -> list[str]:
+    readers = min(MOST_READERS, len(worst.cores) - 1)
+    if lost and mended:
+        return [mended]
+    if worst.workers < readers:
+        return [f"read beside the computing (--workers {readers})"]
+    return ["give each rank more cores"]
+
+
+def _on_data(facts: Facts) -> list[str]:
+    found = []
+    if facts.files >= MANY_FILES:
+        found.append(f"make one file of its {facts.files:,} (meshrun convert-data {facts.path} FILE.h5)")
+    elif facts.path and not facts.files and is_shared(facts.file_system) and not facts.cached:
+        found.append(f"copy {facts.path}, which is on {facts.file_system}, to each node first (--cache auto)")
+    if facts.path.endswith(HDF5) and facts.shuffle == "full":
+        found.append("read it nearly from front to back (--shuffle window)")
+    return found

@@ -1,0 +1,84 @@
+"""What is done after a training: once all is kept, on rank 0, and never to the training's harm."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from meshrun import UserError, mesh
+from meshrun.cli.after import as_json
+from meshrun.cli.rank import work
+from meshrun.cli.target import find
+from meshrun.config import RunConfig
+from meshrun.observe.events import Event
+
+PROGRAM = str(Path(__file__).parent / "programs" / "with_after.py")
+
+
+def trained(folder: Path, **options: Any) -> tuple[dict[str, Any], list[Event]]:
+    """What a rank returns, and what it tells."""
+    config = RunConfig(PROGRAM, options, runs=folder, device="cpu", tensorboard=False, deadline="none")
+    told: list[Event] = []
+    try:
+        return work(config, find(PROGRAM), told.append), told
+    finally:
+        mesh.finish()
+        mesh.use(mesh.Meeting())
+
+
+@pytest.mark.ranks(2)
+def test_rank_0_has_the_best_model_to_itself_when_the_others_have_left(tmp_path: Path):
+    result, told = trained(tmp_path)
+    if not told:
+        assert "after" not in result, "only rank 0 does anything"
+        return
+    after = result["after"]
+    assert after["right"] > 30 and after["right"] / 50 == pytest.approx(1 - errors(result), abs=0.021)
+    assert after["none"] is None and len(after["drawn"]) == 2 and after["where"] == result["run"]
+    (text,) = [event["text"] for event in told if event["kind"] == "after"]
+    assert text == f"of {after['right']} points, and training is False\nalone\n"
+    run = Path(result["run"])
+    assert json.loads((run / "result.json").read_text()) == result
+    report = (run / "report.html").read_text()
+    assert "points, and training is False" in report and 'alt="square" src="data:image/svg+xml;base64,' in report
+    assert result["data_wait"] == max(result["data_waits"]) and len(result["data_waits"]) == 2
+
+
+def errors(result: dict[str, Any]) -> float:
+    """Share of points that the best weights get wrong, told from the weights themselves."""
+    from meshrun.cli.target import make
+    from meshrun.state.weights import load_weights
+    from tests.cli.programs import with_after
+
+    model = make(find(PROGRAM), {}).model()
+    load_weights(model, Path(result["run"]) / "weights" / "best.safetensors")
+    return 1 - with_after.right(model.eval()).item() / 50
+
+
+def test_an_error_after_the_training_is_a_note_and_the_run_has_not_failed(tmp_path: Path):
+    result, told = trained(tmp_path, end="fail")
+    assert result["steps"] == 4 and result["after"] is None
+    kinds = [event["kind"] for event in told]
+    assert kinds.index("after") < len(kinds) - 1 - kinds[::-1].index("note"), "what it printed comes first"
+    assert [event["text"] for event in told if event["kind"] == "after"] == ["so far so good\n"]
+    note = [event["text"] for event in told if event["kind"] == "note"][-1]
+    assert note.startswith("what was to be done after the training failed in ") and "with_after.py:" in note
+    assert note.endswith("ValueError: no way with Sequential in with_after-1; the training itself is kept")
+
+
+def test_values_are_as_json_has_them():
+    value = {"a": torch.tensor([1.0, float("inf")]), 2: (torch.tensor(3), True, None), "b": {Path("x")}}
+    assert as_json(value) == {"a": [1.0, None], "2": [3, True, None], "b": ["x"]}
+
+
+def test_a_folder_without_weights_is_a_sentence(tmp_path: Path):
+    from meshrun.cli.after import trained_model
+    from meshrun.cli.target import make
+    from meshrun.config import RunDirectory
+
+    with pytest.raises(UserError, match=r"has no weights yet .*last.safetensors"):
+        trained_model(make(find(PROGRAM), {}), RunDirectory(tmp_path), "best", torch.device("cpu"))
