@@ -22,6 +22,7 @@ import typer
 
 from meshrun import __version__
 from meshrun.cli.command import Asked, invoke, parse_chaos, parse_resume, parse_run, parse_stage, parse_verify
+from meshrun.cli.convert_data import convert_data_command
 from meshrun.cli.doctor import doctor_command
 from meshrun.cli.export import export_command
 from meshrun.cli.inspect import inspect_command
@@ -93,6 +94,7 @@ def submit(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
     del target  # as `run`
 
 
+app.command("convert-data")(convert_data_command)
 app.command("export")(export_command)
 app.command("inspect")(inspect_command)
 app.command("jobs")(jobs_command)
@@ -296,14 +298,13 @@ def _trained(asked: Asked, result: dict[str, Any] | None) -> int:
 
 
 def _summary(result: dict[str, Any]) -> None:
-    if stopped := result.get("stopped"):
-        from meshrun.observe.story import stopped_in_time
+    from meshrun.observe.story import of_scores, stopped_in_time
 
+    if stopped := result.get("stopped"):
         print(stopped_in_time(stopped, result["run"]))
         return
     for name, scores in result["eval"].items():
-        shown = "  ".join(f"{metric} {value:.4f}" for metric, value in scores.items() if metric != "count")
-        print(f"{name}: {shown}  ({scores['count']:,.0f} counted)")
+        print(f"{name}: {of_scores(scores)}")
     rate = result["samples_per_s"]
     speed = f", {rate:,.0f} samples/s" if rate else ""
     print(f"{result['steps']:,} steps in {result['seconds']:.1f} s on {result['layout']}{speed}")

@@ -54,6 +54,11 @@ def choose_interfaces(gloo: str | None, nccl: str | None) -> None:
             os.environ[name] = interface
 
 
+def one_thread_for_tokenizers() -> None:
+    """In one of several processes that turn texts into tokens: each has a core, and threads would fight for it."""
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+
 def module_system(env: Mapping[str, str]) -> str | None:
     """Which system of modules a shell was set up with."""
     if env.get("LMOD_CMD") or env.get("LMOD_VERSION"):
