@@ -9,12 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from meshrun.data.augment import random_crop, random_flip
+    from meshrun.data.padding import padded
     from meshrun.data.sources.folder import ImageFolder
     from meshrun.data.sources.hdf5 import Hdf5
     from meshrun.data.sources.tables import Table
     from meshrun.data.sources.tokens import TokenFile
     from meshrun.data.staging import Stage, staged
-    from meshrun.errors import RunFailed, UserError
+    from meshrun.errors import BadSample, RunFailed, UserError
     from meshrun.experiment import Experiment, Loss, Schedule
     from meshrun.mesh import Here, finish, start
     from meshrun.train.loop import Trainer
@@ -25,12 +27,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "meshrun.data.augment": ("random_crop", "random_flip"),
+    "meshrun.data.padding": ("padded",),
     "meshrun.data.sources.folder": ("ImageFolder",),
     "meshrun.data.sources.hdf5": ("Hdf5",),
     "meshrun.data.sources.tables": ("Table",),
     "meshrun.data.sources.tokens": ("TokenFile",),
     "meshrun.data.staging": ("Stage", "staged"),
-    "meshrun.errors": ("RunFailed", "UserError"),
+    "meshrun.errors": ("BadSample", "RunFailed", "UserError"),
     "meshrun.experiment": ("Experiment", "Loss", "Schedule"),
     "meshrun.mesh": ("Here", "finish", "start"),
     "meshrun.train.loop": ("Trainer",),
@@ -41,6 +45,7 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "BadSample",
     "Experiment",
     "Hdf5",
     "Here",
@@ -60,8 +65,11 @@ __all__ = [
     "finish",
     "mean_over_ranks",
     "mean_squared_error",
+    "padded",
     "perplexity",
     "print0",
+    "random_crop",
+    "random_flip",
     "replicate",
     "save0",
     "shard",

@@ -100,7 +100,7 @@ class _Armed:
         os.rename = self._on(self._rename, self._before_rename, self._after_rename)
         os.replace = self._on(self._replace, self._before_replace)
         Checkpoint.whole = self._on(Checkpoint.whole, lambda *_: self._at("load"))  # type: ignore[method-assign]
-        Loader.steps = self._paced(Loader.steps)  # type: ignore[method-assign]
+        Loader.steps = self._paced(Loader.steps)  # type: ignore[method-assign,assignment]
         register_optimizer_step_pre_hook(self._before_update)
         register_optimizer_step_post_hook(lambda *_: self._at("update"))
 

@@ -29,7 +29,7 @@ from torch.utils.data import Subset, default_collate
 
 from meshrun.check.draws import find_draws
 from meshrun.config import write_json
-from meshrun.data.loader import to_device
+from meshrun.data.feed import to_device
 from meshrun.experiment import Experiment, MapDataset
 from meshrun.mesh import Here
 from meshrun.parallel.build import How
@@ -175,6 +175,9 @@ class Watched:
         self.dataset = dataset
         self.seen: dict[int, str] = {}
         self.unstable: set[int] = set()
+        for name in ("chunk", "lengths"):  # which decide the order
+            if hasattr(dataset, name):
+                setattr(self, name, getattr(dataset, name))
         many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
         if many is not None:
             self.__getitems__ = lambda ids: [self._look(*each) for each in zip(ids, many(ids), strict=True)]

@@ -1,46 +1,26 @@
 """Reads the samples that `order` names: this rank's micro-batches of each step, from any step on.
 
-    loader = Loader(dataset, order, part=1, of=3, reading=Reading(micro=16))
+    loader = Loader(dataset, order, part=1, of=3, reading=Reading(Cut(micro=16)))
     for step in loader.steps(start=0, stop=100):
         for batch in step.batches: …
 
-The cursor, a step number, is the loader's only state: to resume is to start there. torch's DataLoader does the reading
-in other processes, pins memory and keeps batches ready; which samples it reads is decided here.
+The cursor, a step number, is the loader's only state: to resume is to start there. Which samples are read is decided
+here; `samples` makes batches of them, and `readers` does so in other processes.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import gc
-import multiprocessing
-import os
-import signal
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset, default_collate
-
+from meshrun.data.feed import Move
 from meshrun.data.order import Cut, Order, slice_of
 from meshrun.data.permutation import Ids
-from meshrun.errors import RunFailed
+from meshrun.data.readers import by_readers
+from meshrun.data.samples import Collate, Read, Samples, Wanted
 from meshrun.experiment import MapDataset
-
-_BY_A_READER = "in DataLoader worker process"
-"""What torch adds to errors of the dataset itself."""
-
-FOR_RANKS = (signal.SIGTERM, signal.SIGUSR2)
-"""What Slurm sends to all processes of a job that is to end."""
-
-
-class ReaderLost(RunFailed):
-    """A process that reads for this rank was killed."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +31,11 @@ class Reading:
     workers: int = 0
     prefetch: int = 2
     pin: bool = False
-    collate: Callable[[list[Any]], Any] | None = None
+    collate: Collate | None = None
     seed: int = 0
     """Of what the reading processes draw."""
+    skip_bad: bool = False
+    """Go on without samples that cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -69,10 +51,34 @@ class StepData:
     """How many samples of each piece count: those after them only fill it up."""
     batches: list[Any]
     waited: float
+    bad: tuple[tuple[int, str], ...] = ()
+    """Samples of this rank's part that are not there, as they cannot be read, and why."""
+
+    def moved(self, move: Move) -> StepData:
+        """With its batches somewhere else."""
+        return replace(self, batches=[move(batch) for batch in self.batches])
+
+    def after(self, waited: float) -> StepData:
+        """Where not reading but something else behind it has held up the training."""
+        return replace(self, waited=waited)
 
 
-Plan = tuple[Ids, list[tuple[list[int], int]]]
-"""The global batch, and a replica's pieces of it: sample ids, and how many of them count."""
+@dataclass(frozen=True)
+class Evaluated:
+    """A batch of an evaluation set: its samples, and how many of them count."""
+
+    ids: list[int]
+    real: int
+    batch: Any
+    bad: tuple[tuple[int, str], ...] = ()
+
+    def moved(self, move: Move) -> Evaluated:
+        """With its batch somewhere else."""
+        return replace(self, batch=move(self.batch))
+
+
+Plan = tuple[Ids, list[Wanted]]
+"""The global batch, and a replica's pieces of it."""
 
 
 class Loader:
@@ -83,37 +89,54 @@ class Loader:
 
     def plan(self, step: int) -> Plan:
         """The global batch of a step, and this replica's micro-batches of it."""
-        ids = self.order.batch_ids(step)
-        return ids, self.reading.cut.of(ids, self.part, self.of)
+        ids, cut = self.order.batch_ids(step), self.reading.cut
+        return ids, [Wanted(piece, real, cut.equal) for piece, real in cut.of(ids, self.part, self.of)]
 
-    def steps(self, start: int, stop: int) -> Iterator[StepData]:
-        """Every step from `start` up to `stop`, read ahead."""
+    def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
+        """Every step from `start` up to `stop`, read ahead from now on."""
         # Readers plan ahead of the loop, or just behind it where there are none: whoever comes second finds the plan.
         plans: dict[int, Plan] = {}
 
-        def ahead() -> Iterator[list[int]]:
+        def ahead() -> Iterator[Wanted]:
             for step in range(start, stop):
                 plan = plans.get(step) or self.plan(step)
                 if plan[1]:
                     plans[step] = plan
-                yield from (piece for piece, _ in plan[1])
+                yield from plan[1]
 
-        batches = _read(self.dataset, ahead(), self.reading)
-        for step in range(start, stop):
-            ids, pieces = plans[step] = plans.get(step) or self.plan(step)
-            began = time.perf_counter()
-            read = [next(batches) for _ in pieces]
-            del plans[step]
-            waited = time.perf_counter() - began
-            yield StepData(step, ids, [piece for piece, _ in pieces], [real for _, real in pieces], read, waited)
+        # Not at the first step, for which a thread may ask: readers go with the thread that has forked them.
+        return self._steps(range(start, stop), plans, _read(self.dataset, ahead(), self.reading))
+
+    def _steps(
+        self, steps: range, plans: dict[int, Plan], reads: Generator[Read, None, None]
+    ) -> Generator[StepData, None, None]:
+        try:
+            for step in steps:
+                ids, pieces = plans[step] = plans.get(step) or self.plan(step)
+                began = time.perf_counter()
+                found = [next(reads) for _ in pieces]
+                del plans[step]
+                waited = time.perf_counter() - began
+                made = [read.of(piece) for read, piece in zip(found, pieces, strict=True)]
+                yield StepData(
+                    step,
+                    ids,
+                    [piece.ids for piece in made],
+                    [piece.real for piece in made],
+                    [read.batch for read in found],
+                    waited,
+                    tuple(each for read in found for each in read.bad),
+                )
+        finally:
+            reads.close()
 
 
 def evaluation_batches(
     dataset: MapDataset, part: int, of: int, size: int, reading: Reading
-) -> Iterator[tuple[list[int], int, Any]]:
+) -> Generator[Evaluated, None, None]:
     """Every sample exactly once over all parts: this part's share in batches of at most `size`, in order.
 
-    Each comes with its sample ids and how many of them count. In step, every part has as many batches.
+    In step, every part has as many batches.
     """
     mine = slice_of(range(len(dataset)), part, of)
     most = -(-len(dataset) // of) if reading.cut.in_step else len(mine)
@@ -121,129 +144,33 @@ def evaluation_batches(
     for start in range(0, most, size):
         piece = list(mine[start : start + size])
         short = min(size, most - start) - len(piece) if reading.cut.equal else int(not piece)
-        pieces.append((piece + [piece[-1] if piece else 0] * short, len(piece)))
-    batches = _read(dataset, (piece for piece, _ in pieces), reading)
-    return ((piece, real, batch) for (piece, real), batch in zip(pieces, batches, strict=True))
+        pieces.append(Wanted(piece + [piece[-1] if piece else 0] * short, len(piece), reading.cut.equal))
+    return _evaluated(pieces, _read(dataset, iter(pieces), reading))
 
 
-def _read(dataset: MapDataset, pieces: Iterator[list[int]], reading: Reading) -> Iterator[Any]:
-    """The batches of these samples: by torch's DataLoader where others read, without its detours where nobody does."""
-    numbered = _Numbered(dataset)
-    if reading.workers or reading.pin:
-        loader: DataLoader[Any] = DataLoader(
-            numbered,
-            batch_sampler=pieces,
-            collate_fn=reading.collate,
-            num_workers=reading.workers,
-            pin_memory=reading.pin,
-            prefetch_factor=reading.prefetch if reading.workers else None,
-            # Of its own: it would else draw from the program's, once more for every time that a run goes on.
-            generator=torch.Generator().manual_seed(reading.seed),
-            worker_init_fn=partial(_listen_to_the_rank_alone, os.getpid()),
-        )
-        if not reading.workers:
-            return iter(loader)
-        with _birth():
-            return _by_readers(iter(loader))
-    collate = reading.collate or default_collate
-    return (collate(numbered.__getitems__(piece)) for piece in pieces)
-
-
-@contextlib.contextmanager
-def _birth() -> Iterator[None]:
-    """Around the forks of readers, who inherit what holds here.
-
-    Signals for ranks are blocked. And what the rank has no more use for is not theirs to clear away: a group of ranks
-    that is taken apart in a reader waits for threads that only the rank has, and aborts.
-    """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_RANKS)
-    gc.freeze()
+def _evaluated(pieces: list[Wanted], reads: Generator[Read, None, None]) -> Generator[Evaluated, None, None]:
     try:
-        yield
+        for wanted, read in zip(pieces, reads, strict=True):
+            piece = read.of(wanted)
+            yield Evaluated(piece.ids, piece.real, read.batch, read.bad)
     finally:
-        gc.unfreeze()
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        reads.close()
 
 
-def _listen_to_the_rank_alone(rank: int, _number: int) -> None:
-    """In a reader: what announces the end of a job is for ranks, who still need their readers to finish a step.
+def _read(dataset: MapDataset, pieces: Iterator[Wanted], reading: Reading) -> Generator[Read, None, None]:
+    """The batches of these samples, by other processes where there are any."""
+    samples = Samples(dataset, reading.collate, reading.skip_bad)
+    if reading.workers:
+        return by_readers(samples, pieces, reading.workers, reading.prefetch, reading.pin, reading.seed)
+    return (samples[piece].pin_memory() if reading.pin else samples[piece] for piece in pieces)
 
-    A reader ends when its rank tells it to, or is gone. Programs that a dataset starts inherit this.
+
+def readers_of_a_rank(cores: int, threads: int, on_gpu: bool, light: bool) -> int:
+    """How many processes should read for a rank that has so many cores, on which so many threads compute.
+
+    Beside a GPU one core is left to the rank itself; where ranks compute on their cores, readers get what is left. A
+    light dataset needs none: the rank reads it by itself, on a GPU beside the computation.
     """
-    if sys.platform != "linux":  # where no Slurm is, and nobody says who has sent a signal
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)
-        return
-    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_RANKS)  # one from a server of forks was not born so
-    threading.Thread(target=_end_when_told_by, args=(rank,), name="sigterm", daemon=True).start()
-    with contextlib.suppress(OSError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    parent = multiprocessing.parent_process()
-    if parent is not None and not parent.is_alive():  # it went before that, and the kernel tells nobody
-        os._exit(1)
-
-
-def _end_when_told_by(rank: int) -> None:
-    assert sys.platform == "linux"
-    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
-        pass
-    os._exit(0)
-
-
-def _by_readers(batches: Iterator[Any]) -> Iterator[Any]:
-    """What other processes read; the many ways in which torch tells that one of them is gone become one."""
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        except (RuntimeError, OSError, EOFError) as error:
-            of_dataset = isinstance(error, RuntimeError) or _BY_A_READER in str(error)
-            if has_lost_a_reader(error) or not of_dataset:
-                raise ReaderLost(f"a process that reads data was lost: {error}") from error
-            raise
-        yield batch
-
-
-def has_lost_a_reader(error: BaseException) -> bool:
-    """Whether a reader's end is the cause. torch also raises that by itself, wherever the program is just then."""
-    killed = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
-    return killed or isinstance(error, ReaderLost)
-
-
-class _Numbered(Dataset[Any]):
-    """The user's dataset, with the sample's number added to whatever goes wrong in it."""
-
-    def __init__(self, dataset: MapDataset) -> None:
-        self.dataset = dataset
-        self.many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
-
-    def __getitems__(self, ids: list[int]) -> list[Any]:
-        if self.many is None:
-            return [self[number] for number in ids]
-        try:
-            return self.many(ids)
-        except Exception as error:
-            error.add_note(f"while reading samples {', '.join(map(str, ids))}")
-            raise
-
-    def __getitem__(self, number: int) -> Any:
-        try:
-            return self.dataset[number]
-        except Exception as error:
-            error.add_note(f"while reading sample {number}")
-            raise
-
-
-def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch with every tensor in it on the device, copied beside the computation where memory is pinned."""
-    if device.type == "cpu":
-        return batch
-    if isinstance(batch, torch.Tensor):
-        return batch.to(device, non_blocking=True)
-    if isinstance(batch, Mapping):
-        return {key: to_device(value, device) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(to_device(value, device) for value in batch))
-    if isinstance(batch, Sequence) and not isinstance(batch, str | bytes):
-        return type(batch)(to_device(value, device) for value in batch)  # type: ignore[call-arg]
-    return batch
+    if light:
+        return 0
+    return max(0, min(8, cores - (1 if on_gpu else threads)))

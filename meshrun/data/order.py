@@ -65,7 +65,8 @@ class Order:
                 f"shuffle is {shuffle!r}, but the training set, of type {type(dataset).__name__}, cannot say how long "
                 f"its samples are; give it a method lengths(ids), or use full, window or none (--shuffle)"
             )
-        chunk = max(1, int(getattr(dataset, "chunk", CHUNK) or CHUNK))
+        said = getattr(dataset, "chunk", None)
+        chunk = said if isinstance(said, int) and said > 0 else CHUNK  # a tensor's `chunk` is something else
         return cls(len(dataset), batch, seed, asked.settled(batch, min(chunk, len(dataset))), lengths)
 
     @property

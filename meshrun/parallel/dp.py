@@ -28,7 +28,18 @@ from meshrun.experiment import Loss
 from meshrun.mesh import Here
 from meshrun.parallel import buffers, compress
 from meshrun.parallel.dropout import Moment
-from meshrun.parallel.placed import Asked, Cutting, Outcome, Piece, Score, Shard, as_sums, call, persistent_buffers
+from meshrun.parallel.placed import (
+    Asked,
+    Cutting,
+    Outcome,
+    Piece,
+    Score,
+    Shard,
+    as_sums,
+    call,
+    counted,
+    persistent_buffers,
+)
 
 # Ranks agree on running statistics before they are used, not in every forward pass. torch 2.13 renamed the switch.
 _SWITCHES = inspect.signature(DistributedDataParallel.__init__).parameters
@@ -147,7 +158,7 @@ class Replicated:
         self.moment.step = step
         self.moment.ids = torch.tensor(piece.ids, device=self.here.device)
         with self._arithmetic():
-            return loss(self._forward(piece.inputs), piece.targets)
+            return counted(self._forward(piece.inputs), piece, loss)
 
     @torch.no_grad()
     def scores(self, pieces: Iterable[Piece], functions: Mapping[str, Score]) -> Tensor:
@@ -155,7 +166,7 @@ class Replicated:
         for piece in pieces:
             with self._arithmetic():
                 outputs = call(self.model, piece.inputs)
-                sums += torch.stack([as_sums(each(outputs, piece.targets)) for each in functions.values()])
+                sums += torch.stack([as_sums(counted(outputs, piece, each)) for each in functions.values()])
         return sums
 
     def train(self, mode: bool) -> None:

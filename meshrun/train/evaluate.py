@@ -8,22 +8,31 @@ nothing is sent before the end; where they must, rows that only fill up a batch 
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 
 import torch
 
-from meshrun.data.loader import Reading, evaluation_batches, to_device
-from meshrun.experiment import Experiment, MapDataset, Metric
+from meshrun.data.feed import fed, on, to_device
+from meshrun.data.loader import Evaluated, Reading, evaluation_batches
+from meshrun.experiment import Experiment, Metric
 from meshrun.mesh import Here
 from meshrun.parallel.placed import Piece, Placed, Score
 from meshrun.train.step import as_pair, check_loss
 
 Scores = dict[str, dict[str, float]]
+Bad = Callable[[str, tuple[tuple[int, str], ...]], None]
+"""Told of samples of an evaluation set that cannot be read, and why."""
 
 
 def evaluate(
-    here: Here, placed: Placed, experiment: Experiment, reading: Reading, at: Callable[[], None] = lambda: None
+    here: Here,
+    placed: Placed,
+    experiment: Experiment,
+    reading: Reading,
+    at: Callable[[], None] = lambda: None,
+    bad: Bad = lambda *_: None,
 ) -> Scores:
     """Loss and metrics of every evaluation set, the same on all ranks; `at` is called for every batch."""
     at()
@@ -31,27 +40,29 @@ def evaluate(
     was_training = placed.model.training
     placed.train(False)
     try:
-        return {name: _evaluate_one(here, placed, experiment, reading, name, at) for name in experiment.evals}
+        return {name: _evaluate_one(here, placed, experiment, reading, name, at, bad) for name in experiment.evals}
     finally:
         placed.train(was_training)
 
 
 def _evaluate_one(
-    here: Here, placed: Placed, experiment: Experiment, reading: Reading, name: str, at: Callable[[], None]
+    here: Here, placed: Placed, experiment: Experiment, reading: Reading, name: str, at: Callable[[], None], bad: Bad
 ) -> dict[str, float]:
     named = {"loss": experiment.loss, **experiment.metrics}
     functions = {name: _checked(name, function) for name, function in named.items()}
     with here.waiting(f"the outputs for the evaluation set {name!r}"):  # shards and stages need each other for them
-        sums = _own_sums(here, placed, experiment, reading, experiment.evals[name], functions, at)
+        sums = _own_sums(here, placed, experiment, reading, name, functions, at, bad)
     with here.waiting(f"the sums of the evaluation set {name!r}"):
         reduction = here.sum(sums)
         if reduction is not None:
             reduction.wait()
-    rows: dict[str, list[float]] = dict(zip(functions, sums.tolist(), strict=True))
+    *found, (skipped, _) = sums.tolist()
+    rows: dict[str, list[float]] = dict(zip(functions, found, strict=True))
     scores = {each: total / count if count else math.nan for each, (total, count) in rows.items()}
     finished = {each: metric for each, metric in experiment.metrics.items() if isinstance(metric, Metric)}
     scores |= {each: metric.then(scores[each]) for each, metric in finished.items()}
-    return {"loss": scores.pop("loss"), "count": rows["loss"][1], **scores}
+    missing = {"skipped": skipped} if skipped else {}
+    return {"loss": scores.pop("loss"), "count": rows["loss"][1], **missing, **scores}
 
 
 def _own_sums(
@@ -59,21 +70,31 @@ def _own_sums(
     placed: Placed,
     experiment: Experiment,
     reading: Reading,
-    data: MapDataset,
+    name: str,
     functions: dict[str, Score],
     at: Callable[[], None],
+    bad: Bad,
 ) -> torch.Tensor:
-    """This rank's share: a row of (total, count) for the loss and each metric."""
+    """This rank's share: a row of (total, count) for the loss and each metric, and how many samples were skipped."""
     # Without gradients to keep, twice the samples of a training step fit.
     size = 2 * (experiment.micro or max(1, experiment.batch // (here.replicas * placed.cutting.pieces)))
-    batches = evaluation_batches(data, here.replica, here.replicas, size, reading)
+    read = evaluation_batches(experiment.evals[name], here.replica, here.replicas, size, reading)
+    skipped = 0
 
-    def pieces() -> Iterator[Piece]:
-        for ids, real, batch in batches:
+    def pieces(batches: Iterator[Evaluated]) -> Iterator[Piece]:
+        nonlocal skipped
+        for each in batches:
             at()
-            yield Piece(*as_pair(to_device(batch, here.device)), ids, real)
+            if each.bad:
+                bad(name, each.bad)
+                skipped += len(each.bad)
+            yield Piece(*as_pair(to_device(each.batch, here.device)), each.ids, each.real)
 
-    return placed.scores(pieces(), functions)
+    with contextlib.closing(fed(read, on(here.device), Evaluated.moved)) as batches:
+        sums = placed.scores(pieces(batches), functions)
+    # Ranks that share the samples of a replica have skipped the same ones.
+    first = not any(here.place(axis) for axis in ("pp", "cp", "tp"))
+    return torch.cat([sums, sums.new_tensor([[skipped if first else 0, 0]])])
 
 
 def _checked(name: str, function: Score) -> Score:

@@ -21,22 +21,25 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
-from meshrun.data.loader import Loader, Reading, StepData
+from meshrun.data.feed import fed, on
+from meshrun.data.loader import Loader, Reading, StepData, readers_of_a_rank
 from meshrun.data.order import Cut, Order
 from meshrun.errors import RunFailed
-from meshrun.experiment import Experiment
+from meshrun.experiment import Experiment, MapDataset
 from meshrun.layout import Layout
 from meshrun.mesh import Here, start
 from meshrun.parallel.build import How, build, demands_of, refuse_how
 from meshrun.state.weights import save_weights
+from meshrun.train.bad_samples import BadSamples
 from meshrun.train.bad_steps import Policy, Verdict
 from meshrun.train.evaluate import Scores, evaluate
 from meshrun.train.keeper import Keeper
@@ -45,7 +48,7 @@ from meshrun.train.recovery import Keeping
 from meshrun.train.state import plain
 from meshrun.train.step import Inspect, Stepper
 from meshrun.train.totals import Totals, Update
-from meshrun.world.cores import granted
+from meshrun.world.cores import granted, quota
 
 Record = Callable[..., None]
 
@@ -95,10 +98,13 @@ class Trainer:
         policy: Policy | None = None,
         life: Life | None = None,
         record_ids: bool = False,
+        skip_bad: bool = False,
+        bad: Path | None = None,
     ) -> None:
         """`record(kind, **fields)` is told of every step and evaluation; `weights` is where the best and last go.
 
-        With `keeping`, all state is saved now and then, and `resume()` goes on from it.
+        With `keeping`, all state is saved now and then, and `resume()` goes on from it. With `skip_bad`, samples that
+        cannot be read are left out, and written down in the folder `bad`.
         """
         self.experiment, self.here = experiment, here or start()
         self.order = Order.of(experiment.train, experiment.batch, experiment.seed, experiment.shuffle)
@@ -114,12 +120,14 @@ class Trainer:
         self.placed = build(experiment, self.here, how)
         self.reading = Reading(
             cut=Cut(experiment.micro, **asdict(self.placed.cutting)),
-            workers=_workers(self.here) if workers is None else workers,
+            workers=_workers(self.here, experiment.train) if workers is None else workers,
             prefetch=prefetch,
             pin=self.here.device.type == "cuda",
             collate=experiment.collate,
             seed=experiment.seed,
+            skip_bad=skip_bad,
         )
+        self._bad = BadSamples(bad, self.here.rank)
         self.model = self.placed.model
         self.optimizer = make(experiment.optimizer, [each.parameter for each in self.placed.shards], lr_scale)
         self.step = 0
@@ -147,6 +155,9 @@ class Trainer:
             self.policy.looks_first,
             self.keeper.updating if self.keeper is not None else nullcontext,
             self._asked,
+            experiment.augment,
+            experiment.seed,
+            self.order.steps_per_epoch,
         )
 
     def resume(self) -> dict[str, Any] | None:
@@ -158,7 +169,13 @@ class Trainer:
         self.placed.train(True)
         loader = Loader(self.experiment.train, self.order, self.here.replica, self.here.replicas, self.reading)
         lag = 1 if self.here.device.type == "cuda" and not self.policy.looks_first else 0
-        coming, mark = loader.steps(self.step, self.total_steps), time.perf_counter()
+        read = loader.steps(self.step, self.total_steps)
+        # Closed at the end, whatever that is: else readers stay, and who waits for them waits long.
+        with closing(fed(read, on(self.here.device), StepData.moved, waited=StepData.after)) as coming:
+            yield from self._updates(coming, lag)
+
+    def _updates(self, coming: Iterator[StepData], lag: int) -> Iterator[Update]:
+        mark = time.perf_counter()
         while (data := self._next(coming)) is not None:
             update = self._one(data)
             now = time.perf_counter()
@@ -210,7 +227,9 @@ class Trainer:
     def evaluate(self) -> Scores:
         """Loss and metrics of every evaluation set, every sample once."""
         began = time.perf_counter()
-        self.totals.scores = evaluate(self.here, self.placed, self.experiment, self.reading, self._mark_evaluating)
+        self.totals.scores = evaluate(
+            self.here, self.placed, self.experiment, self.reading, self._mark_evaluating, self._note_bad
+        )
         self.evaluated = self.step
         seconds = time.perf_counter() - began
         self.tell("eval", step=self.step, scores=self.totals.scores, seconds=seconds)
@@ -220,6 +239,9 @@ class Trainer:
 
     def _mark_evaluating(self) -> None:
         self.at("evaluating")
+
+    def _note_bad(self, name: str, samples: tuple[tuple[int, str], ...]) -> None:
+        self._bad.add(name, self.step, samples)
 
     def train(self) -> dict[str, Any]:
         """The whole run: train, evaluate, keep the best and the last weights."""
@@ -243,6 +265,7 @@ class Trainer:
         own = [piece[:real] for piece, real in zip(data.pieces, data.real, strict=True)]
         if self.record_ids:  # before they are used: a rank that is killed after that says no more
             self.tell("ids", step=data.step + 1, ids=[number for piece in own for number in piece])
+        self._bad.add("train", data.step + 1, data.bad)
         values, ready = self._update(data), None
         if isinstance(values, Tensor):
             # Copied beside the computation: the host reads the numbers one update later, without making the GPU wait.
@@ -360,7 +383,11 @@ def _refuse_settings(experiment: Experiment, layout: Layout, how: How) -> None:
         refuse_unless_by_element(experiment.optimizer, str(layout))
 
 
-def _workers(here: Here) -> int:
-    """Readers beside the computing: none on a rank with one core, where they would only take it away."""
-    cores = len(granted()) // (here.world.local_size if here.world.source == "none" else 1)
-    return min(4, cores - 1) if here.device.type == "cuda" else 0
+def _workers(here: Here, data: MapDataset) -> int:
+    """Readers beside the computing, from the cores that this rank really has."""
+    local = here.world.local_size
+    # Ranks are bound to cores of their own, but by nobody to their share of what a container may use.
+    bound = len(granted()) / (local if here.world.source == "none" else 1)
+    cores = int(min(bound, (quota() or math.inf) / local))
+    light = bool(getattr(data, "light", isinstance(data, TensorDataset)))
+    return readers_of_a_rank(cores, torch.get_num_threads(), here.device.type == "cuda", light)

@@ -14,14 +14,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from meshrun.data.loader import StepData, to_device
+from meshrun.data.draws import SampleDraws
+from meshrun.data.feed import to_device
+from meshrun.data.loader import StepData
 from meshrun.errors import UserError
 from meshrun.experiment import Loss
 from meshrun.mesh import Here
@@ -49,6 +51,10 @@ class Stepper:
     updating: Callable[[], AbstractContextManager[None]] = nullcontext
     """Around the change of the weights."""
     asked: Asked = nobody
+    augment: Callable[[Any, SampleDraws], Any] | None = None
+    seed: int = 0
+    steps_per_epoch: int = 1
+    """What `augment` draws by, beside the samples."""
 
     def __call__(self, data: StepData) -> list[float] | Tensor:
         """Do one update; returns `Update.values`, on a GPU as a tensor."""
@@ -79,11 +85,19 @@ class Stepper:
         """Forward, backward and reduction: the gradients of one update."""
         here = self.here
         pieces = [
-            Piece(*as_pair(to_device(batch, here.device)), ids, real)
+            self._augmented(data.step, Piece(*as_pair(to_device(batch, here.device)), ids, real))
             for batch, ids, real in zip(data.batches, data.pieces, data.real, strict=True)
         ]
         with here.waiting(f"the gradients of step {data.step + 1}"):
             return self.placed.step(data.step, pieces, len(data.ids), self._loss, self.asked)
+
+    @torch.no_grad()
+    def _augmented(self, step: int, piece: Piece) -> Piece:
+        """The piece with inputs that are changed at random, alike on every rank that has its samples."""
+        if self.augment is None:
+            return piece
+        draws = SampleDraws(self.seed, step // self.steps_per_epoch, piece.ids, self.here.device)
+        return replace(piece, inputs=self.augment(piece.inputs, draws))
 
     def _loss(self, outputs: Any, targets: Any) -> Loss:
         return check_loss(self.loss(outputs, targets), "loss")

@@ -18,16 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
-from meshrun.data.loader import (
-    Loader,
-    ReaderLost,
-    Reading,
-    StepData,
-    evaluation_batches,
-    has_lost_a_reader,
-    to_device,
-)
+from meshrun.data.feed import to_device
+from meshrun.data.loader import Loader, Reading, StepData, evaluation_batches
 from meshrun.data.order import Cut, Order
+from meshrun.data.readers import ReaderLost, has_lost_a_reader
 from meshrun.data.shuffle import NONE
 from tests.launch.command import is_alive, wait_until
 
@@ -134,10 +128,10 @@ def test_a_replica_without_samples_gets_a_step_without_batches(workers: int):
 def test_evaluation_reads_every_sample_once_in_order_on_any_number_of_parts(length: int, of: int, size: int):
     read = []
     for part in range(of):
-        for ids, real, (inputs, _) in evaluation_batches(Squares(length), part, of, size, ALONE):
-            assert 1 <= len(inputs) <= size
-            assert ids == inputs.tolist() and real == len(ids), "nothing is padded where nobody must go in step"
-            read += ids
+        for each in evaluation_batches(Squares(length), part, of, size, ALONE):
+            assert 1 <= len(each.ids) <= size and each.real == len(each.ids), "nothing is padded where nobody must wait"
+            assert each.ids == each.batch[0].tolist()
+            read += each.ids
     assert read == list(range(length))
 
 
@@ -148,18 +142,18 @@ def test_evaluation_in_step_counts_every_sample_once_in_as_many_batches_on_every
 ):
     reading = Reading(Cut(in_step=True, equal=equal))
     parts = [list(evaluation_batches(Squares(length), part, of, size, reading)) for part in range(of)]
-    assert [number for part in parts for ids, real, _ in part for number in ids[:real]] == list(range(length))
+    assert [number for part in parts for each in part for number in each.ids[: each.real]] == list(range(length))
     assert len({len(part) for part in parts}) == 1
     for batches in zip(*parts, strict=True):
-        for ids, real, (inputs, _) in batches:
-            assert ids == inputs.tolist() and 0 <= real <= len(ids) <= size and ids
+        for each in batches:
+            assert each.ids == each.batch[0].tolist() and 0 <= each.real <= len(each.ids) <= size and each.ids
         if equal:
-            assert len({len(ids) for ids, _, _ in batches}) == 1
+            assert len({len(each.ids) for each in batches}) == 1
 
 
 def test_evaluation_by_worker_processes_reads_the_same():
     found = evaluation_batches(Squares(23), 0, 2, 5, Reading(workers=2))
-    read = [number for _, _, (inputs, _) in found for number in inputs.tolist()]
+    read = [number for each in found for number in each.batch[0].tolist()]
     assert read == list(range(12))
 
 

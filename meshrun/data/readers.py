@@ -1,0 +1,157 @@
+"""Processes that read for a rank, ahead of it: torch's DataLoader, with an end that the rank decides.
+
+    batches = by_readers(samples, wanted, count=4, ahead=2, pin=True, seed=0)
+    next(batches)
+    batches.close()                     # the readers are gone
+
+An error that is a sentence comes to the rank as that sentence; a reader that is gone is `ReaderLost`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from meshrun import errors
+from meshrun.data.samples import Read, Samples, Wanted
+from meshrun.errors import RunFailed, UserError
+
+_BY_A_READER = "in DataLoader worker process"
+"""What torch adds to errors of the dataset itself."""
+
+FOR_RANKS = (signal.SIGTERM, signal.SIGUSR2)
+"""What Slurm sends to all processes of a job that is to end."""
+
+_PATIENCE = 0.2
+"""Seconds that a reader has to end by itself."""
+
+
+class ReaderLost(RunFailed):
+    """A process that reads for this rank was killed."""
+
+
+def by_readers(
+    samples: Samples, wanted: Iterator[Wanted], count: int, ahead: int, pin: bool, seed: int
+) -> Generator[Read, None, None]:
+    """These micro-batches, in order, by `count` processes that keep `ahead` each ready; they are forked at once."""
+    loader: DataLoader[Read] = DataLoader(
+        _Told(samples),
+        sampler=wanted,
+        batch_size=None,
+        collate_fn=_as_it_is,  # type: ignore[arg-type]
+        num_workers=count,
+        pin_memory=pin,
+        prefetch_factor=ahead,
+        # Of its own: it would else draw from the program's, once more for every time that a run goes on.
+        generator=torch.Generator().manual_seed(seed),
+        worker_init_fn=partial(_listen_to_the_rank_alone, os.getpid()),
+    )
+    with _birth():
+        return _heard(iter(loader))
+
+
+def _as_it_is(read: Read) -> Read:
+    return read
+
+
+class _Told(Dataset[Read]):
+    """In a reader: what ends the run as a sentence is sent as one, and not as the traceback that torch makes of it."""
+
+    def __init__(self, samples: Samples) -> None:
+        self.samples = samples
+
+    def __getitem__(self, wanted: Wanted) -> Read:
+        try:
+            return self.samples[wanted]
+        except (UserError, RunFailed) as error:
+            # One of ours: a class of the dataset's own may not be made of a sentence alone.
+            kind = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
+            return Read(None, error=(kind, str(error)))
+
+
+@contextlib.contextmanager
+def _birth() -> Iterator[None]:
+    """Around the forks of readers, who inherit what holds here.
+
+    Signals for ranks are blocked. And what the rank has no more use for is not theirs to clear away: a group of ranks
+    that is taken apart in a reader waits for threads that only the rank has, and aborts.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, FOR_RANKS)
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _listen_to_the_rank_alone(rank: int, _number: int) -> None:
+    """In a reader: what announces the end of a job is for ranks, who still need their readers to finish a step.
+
+    A reader ends when its rank tells it to, or is gone. Programs that a dataset starts inherit this.
+    """
+    if sys.platform != "linux":  # where no Slurm is, and nobody says who has sent a signal
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, FOR_RANKS)
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, FOR_RANKS)  # one from a server of forks was not born so
+    threading.Thread(target=_end_when_told_by, args=(rank,), name="sigterm", daemon=True).start()
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    parent = multiprocessing.parent_process()
+    if parent is not None and not parent.is_alive():  # it went before that, and the kernel tells nobody
+        os._exit(1)
+
+
+def _end_when_told_by(rank: int) -> None:
+    assert sys.platform == "linux"
+    while signal.sigwaitinfo([signal.SIGTERM]).si_pid != rank:
+        pass
+    os._exit(0)
+
+
+def _heard(reads: Any) -> Generator[Read, None, None]:
+    """What other processes read; the many ways in which torch tells that one of them is gone become one."""
+    try:
+        while True:
+            try:
+                read: Read = next(reads)
+            except StopIteration:
+                return
+            except (RuntimeError, OSError, EOFError) as error:
+                of_dataset = isinstance(error, RuntimeError) or _BY_A_READER in str(error)
+                if has_lost_a_reader(error) or not of_dataset:
+                    raise ReaderLost(f"a process that reads data was lost: {error}") from error
+                raise
+            if read.error is not None:
+                kind, sentence = read.error
+                raise kind(sentence)
+            yield read
+    finally:
+        _shut(reads)
+
+
+def _shut(reads: Any) -> None:
+    """torch waits 5 s for readers that are in the middle of something: these are told to end before that."""
+    late = threading.Timer(_PATIENCE, lambda: [reader.terminate() for reader in reads._workers])
+    late.daemon = True
+    late.start()
+    reads._shutdown_workers()
+    late.cancel()
+
+
+def has_lost_a_reader(error: BaseException) -> bool:
+    """Whether a reader's end is the cause. torch also raises that by itself, wherever the program is just then."""
+    killed = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker (pid")
+    return killed or isinstance(error, ReaderLost)

@@ -1,0 +1,156 @@
+"""Whole batches by sample numbers: what a reader does for each micro-batch.
+
+    samples = Samples(dataset, collate=None, skip_bad=True)
+    samples[Wanted([4, 7, 9], real=3)]          # Read(batch, ids=[4, 9], real=2, bad=((7, "…"),))
+
+A dataset that has `batch_of` makes the batch itself, where no collate is given. Whatever goes wrong in a dataset gets
+the sample's number. With `skip_bad`, samples that cannot be read are left out and told; the batch of a micro-batch
+that has no other samples is filled with one that can be read and does not count, as ranks must stay in step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch.utils.data import Dataset, default_collate
+from torch.utils.data._utils.pin_memory import pin_memory
+
+from meshrun.errors import BadSample, RunFailed, UserError
+from meshrun.experiment import MapDataset
+
+Collate = Callable[[list[Any]], Any]
+
+TRIES = 1000
+"""Samples that are tried to find one that can be read."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A micro-batch: sample numbers, of which the first `real` count."""
+
+    ids: list[int]
+    real: int
+    equal: bool = False
+    """Whether it must have that many rows, also without bad samples."""
+
+
+@dataclass(frozen=True)
+class Read:
+    """What was read of a micro-batch."""
+
+    batch: Any
+    ids: list[int] | None = None
+    """The samples in it where these are not the ones that were wanted."""
+    real: int = 0
+    bad: tuple[tuple[int, str], ...] = ()
+    """Samples that were left out, and why."""
+    error: tuple[type[Exception], str] | None = None
+    """Instead of a batch: a sentence that ends the run."""
+
+    def pin_memory(self) -> Read:
+        """torch calls this of what other processes have read."""
+        return replace(self, batch=pin_memory(self.batch))
+
+    def of(self, wanted: Wanted) -> Wanted:
+        """The micro-batch that it has become."""
+        return wanted if self.ids is None else replace(wanted, ids=self.ids, real=self.real)
+
+
+class Samples(Dataset[Read]):
+    """The user's dataset, a batch at a time."""
+
+    def __init__(self, dataset: MapDataset, collate: Collate | None = None, skip_bad: bool = False) -> None:
+        self.dataset, self.skip_bad = dataset, skip_bad
+        self._collate = collate or default_collate
+        self._whole: Callable[[list[int]], Any] | None = getattr(dataset, "batch_of", None) if collate is None else None
+        self._many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
+
+    def __getitem__(self, wanted: Wanted) -> Read:
+        try:
+            return Read(self._batch(wanted.ids))
+        except Exception as error:
+            if not (self.skip_bad and _can_be_skipped(error)):
+                raise
+            return self._without_bad(wanted, error)
+
+    def _batch(self, ids: list[int]) -> Any:
+        if self._whole is not None:
+            return self._noted(self._whole, ids)
+        if self._many is not None:
+            return self._collate(self._noted(self._many, ids))
+        return self._collate([self._one(number) for number in ids])
+
+    @staticmethod
+    def _noted(read: Callable[[list[int]], Any], ids: list[int]) -> Any:
+        try:
+            return read(ids)
+        except Exception as error:
+            error.add_note(f"while reading samples {', '.join(map(str, ids))}")
+            raise
+
+    def _one(self, number: int) -> Any:
+        try:
+            return self.dataset[number]
+        except Exception as error:
+            error.add_note(f"while reading sample {number}")
+            raise
+
+    def _without_bad(self, wanted: Wanted, error: Exception) -> Read:
+        """The micro-batch of what can be read, sample by sample."""
+        found: dict[int, Any] = {}
+        bad: dict[int, str] = {}
+        for number in wanted.ids[: wanted.real]:
+            sample, why = self._tried(number)
+            if why is None:
+                found[number] = sample
+            else:
+                bad[number] = why
+        good = [number for number in wanted.ids[: wanted.real] if number in found]
+        short = len(wanted.ids) - len(good) if wanted.equal else int(not good)
+        if short and not good:
+            filler, found[filler] = self._some(wanted.ids[-1])
+        elif short:
+            filler = good[-1]
+        ids = good + [filler] * short if short else good
+        if ids == wanted.ids:
+            raise error  # each can be read, but not all of them together
+        batch = self._batch(ids) if self._whole is not None else self._collate([found[number] for number in ids])
+        return Read(batch, ids, len(good), tuple(bad.items()))
+
+    def _tried(self, number: int) -> tuple[Any, str | None]:
+        """A sample, or why there is none."""
+        try:
+            return self._one(number), None
+        except Exception as error:
+            if not _can_be_skipped(error):
+                raise
+            return None, _why(error)
+
+    def _some(self, near: int) -> tuple[int, Any]:
+        """The next sample that can be read."""
+        why: str | None = None
+        for number in range(near + 1, near + 1 + min(TRIES, len(self.dataset))):
+            sample, why = self._tried(number % len(self.dataset))
+            if why is None:
+                return number % len(self.dataset), sample
+        raise UserError(
+            f"neither sample {near} nor any of the {min(TRIES, len(self.dataset))} after it can be read, the last one "
+            f"because of: {why}; what --skip-bad-samples goes on without are single samples"
+        )
+
+
+def _can_be_skipped(error: Exception) -> bool:
+    """Whether an error is the sample's own: not the machine's, and none that every other sample would meet too."""
+    if isinstance(error, UserError):
+        return isinstance(error, BadSample)
+    return not isinstance(error, MemoryError | RunFailed)
+
+
+def _why(error: Exception) -> str:
+    """In one line."""
+    text = str(error).strip()
+    if isinstance(error, BadSample):
+        return text
+    return f"{type(error).__name__}: {(text.splitlines() or ['no message'])[0]}"
