@@ -59,7 +59,7 @@ def test_all_of_mnist_is_trained_on_once_it_is_staged(tmp_path: Path, monkeypatc
     np.savez_compressed(whole, **pictures, **labels)
     with Server({"mnist.npz": whole.getvalue()}) as server, staging.staging(place.folder) as stage:
         monkeypatch.setattr(digits, "MNIST", f"{server.url}/mnist.npz")
-        with pytest.raises(RunFailed, match="checksum|sha256"):
+        with pytest.raises(RunFailed, match=r"checksum|sha256"):
             digits.stage_data(stage)
         monkeypatch.setattr(digits, "MNIST_SHA256", hashlib.sha256(whole.getvalue()).hexdigest())
         digits.stage_data(stage)
