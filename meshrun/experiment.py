@@ -176,8 +176,10 @@ class Experiment:
         for name, data in self.evals.items():
             _check_dataset(f"evals[{name!r}]", data)
         for name, metric in self.metrics.items():
-            if not callable(metric) or name in ("loss", "count"):
-                raise UserError(f"metric {name!r} must be a function of (outputs, targets), not named loss or count")
+            if not callable(metric) or name in ("loss", "count", "skipped"):
+                raise UserError(
+                    f"metric {name!r} must be a function of (outputs, targets), not named loss, count or skipped"
+                )
         _check_number("batch", self.batch, 1)
         if self.epochs is None and self.steps is None:
             raise UserError("Experiment has neither epochs nor steps; give one of them, or --steps")

@@ -73,9 +73,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"evals": {"val": []}}, "evals['val'] has no samples; a dataset must have at least one"),
     ({"evals": [1, 2]}, "evals is list; it must be a dict with a name for each"),
     ({"metrics": len}, "metrics is builtin_function_or_method; it must be a dict with a name for each"),
-    ({"metrics": {"hits": 3}}, "metric 'hits' must be a function of (outputs, targets), not named loss or count"),
-    ({"metrics": {"loss": len}}, "metric 'loss' must be a function of (outputs, targets), not named loss or count"),
-    ({"metrics": {"count": len}}, "metric 'count' must be a function of (outputs, targets), not named loss or count"),
+    (
+        {"metrics": {"hits": 3}},
+        "metric 'hits' must be a function of (outputs, targets), not named loss, count or skipped",
+    ),
+    (
+        {"metrics": {"loss": len}},
+        "metric 'loss' must be a function of (outputs, targets), not named loss, count or skipped",
+    ),
+    (
+        {"metrics": {"count": len}},
+        "metric 'count' must be a function of (outputs, targets), not named loss, count or skipped",
+    ),
     ({"batch": 0}, "batch is 0; it must be a whole number of at least 1 (--batch)"),
     ({"batch": 2.5}, "batch is 2.5; it must be a whole number of at least 1 (--batch)"),
     ({"batch": True}, "batch is True; it must be a whole number of at least 1 (--batch)"),

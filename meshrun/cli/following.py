@@ -208,7 +208,7 @@ def _completed(run: Path, result: dict[str, Any]) -> str:
         f", {name} {metric} {value:.4f}"
         for name, found in result.get("eval", {}).items()
         for metric, value in found.items()
-        if metric != "count"
+        if metric not in ("count", "skipped")
     )
     return f"complete after {result['steps']:,} steps{scores}; report: {run}/report.html"
 

@@ -51,6 +51,7 @@ from meshrun.observe.report import write_report
 from meshrun.observe.stragglers import sniff_on
 from meshrun.observe.watch import Watcher
 from meshrun.parallel.build import How
+from meshrun.train.bad_samples import left_out, read_bad
 from meshrun.train.bad_steps import Policy
 from meshrun.train.data_wait import Wait, facts_of, sentence
 from meshrun.train.deadline import deadline_of
@@ -316,6 +317,9 @@ def _train(
     }
     result["seconds"] = time.monotonic() - began
     result |= _waited_for_data(config, trainer, recorder)
+    if here.rank == 0 and (bad := read_bad(run.path / "bad-samples")) is not None:
+        result["bad_samples"] = bad
+        recorder("note", text=left_out(bad, run.path / "bad-samples"))
     stopped = result.get("stopped")
     if stopped is not None:
         recorder("stopped", **stopped)
@@ -346,8 +350,12 @@ def _waited_for_data(config: RunConfig, trainer: Trainer, recorder: Recorder) ->
 def _use_node(config: RunConfig, run: RunDirectory, here: mesh.Here, memory: Path | None, recorder: Recorder) -> None:
     """Have data files copied to the node, and what ranks of the node can share shared, as far as it was asked for."""
     copies = copies_of(config, run, here.site, memory)
-    if copies is not None and config.cache in OURS:
-        make_private(copies)
+    try:
+        if copies is not None and config.cache in OURS:
+            make_private(copies)
+    except OSError as error:
+        recorder("note", text=f"data files are read where they are: cannot make {copies}: {error.strerror} (--cache)")
+        copies = None
     cache.use(copies, memory / "shared" if memory is not None else None, lambda text: recorder("note", text=text))
 
 
@@ -434,6 +442,8 @@ def _trainer(
         policy=Policy(config.on_nan, config.on_spike, config.spike),
         life=pulse,
         record_ids=config.record_ids,
+        skip_bad=config.skip_bad_samples,
+        bad=run.path / "bad-samples",
     )
 
 

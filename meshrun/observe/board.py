@@ -43,7 +43,7 @@ class Board:
         if event["kind"] == "eval":
             for name, scores in event["scores"].items():
                 for metric, value in scores.items():
-                    if metric != "count":
+                    if metric not in ("count", "skipped"):
                         self._writer.add_scalar(f"{name}/{metric}", value, step)
 
     def close(self) -> None:

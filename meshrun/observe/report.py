@@ -25,6 +25,7 @@ from meshrun.observe.history import Failure, History, Rank, Track, cut, number, 
 
 MOST_ROWS = 60
 MOST_FAILURES = 8
+NO_METRICS = ("loss", "count", "skipped", "step")
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fff; --ink: #1b1f24; --muted: #59636e; --line: #e2e6ea; --accent: #0a66c2;
@@ -122,7 +123,7 @@ def _reached(history: History) -> str:
     scores = history.scores()
     if scores:
         chosen = "test" if "test" in scores else next(iter(scores))
-        metrics = [name for name in scores[chosen] if name not in ("loss", "count")]
+        metrics = [name for name in scores[chosen] if name not in NO_METRICS]
         name = metrics[0] if metrics else "loss"
         return f"{chosen} {name} {_score(name, scores[chosen].get(name, math.nan), 1)}"
     losses = history.track.series("loss")[1]
@@ -200,7 +201,7 @@ def _best(history: History) -> tuple[str, str]:
         best = {"step": step, **table(history.track.evals[step]["scores"])[name]} if step is not None else {}
     if "loss" not in best:
         return "", ""
-    rest = [f"{each} {_score(each, value, 2)}" for each, value in best.items() if each not in ("loss", "count", "step")]
+    rest = [f"{each} {_score(each, value, 2)}" for each, value in best.items() if each not in NO_METRICS]
     at = f"at step {whole(best.get('step')):,}"
     return short(best["loss"]), ", ".join([f"{name} loss {at}".strip(), *rest[:1]])
 
@@ -270,7 +271,12 @@ def _evaluations(history: History) -> str:
     names = list(dict.fromkeys(name for scores in evals.values() for name in scores))
     columns = {
         name: list(
-            dict.fromkeys(metric for scores in evals.values() for metric in scores.get(name, {}) if metric != "count")
+            dict.fromkeys(
+                metric
+                for scores in evals.values()
+                for metric in scores.get(name, {})
+                if metric not in ("count", "skipped")
+            )
         )
         for name in names
     }
@@ -291,7 +297,10 @@ def _evaluations(history: History) -> str:
         for index, step in enumerate(rows)
     )
     counts = [
-        f"{name}: {whole(scores.get('count')):,}" for name, scores in history.scores().items() if scores.get("count")
+        f"{name}: {whole(scores.get('count')):,}"
+        + (f" ({whole(scores['skipped']):,} samples skipped)" if scores.get("skipped") else "")
+        for name, scores in history.scores().items()
+        if scores.get("count")
     ]
     aside = (
         f"{len(rows)} of {len(evals):,} evaluations, the best and the last among them. "

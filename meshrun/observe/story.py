@@ -70,7 +70,7 @@ class Story:
                 self._step(event)
             case "eval":
                 for name, scores in event["scores"].items():
-                    self._line(f"step {event['step']:,}  {name}  {_scores(scores)}")
+                    self._line(f"step {event['step']:,}  {name}  {of_scores(scores)}")
             case "note":
                 self._line(event["text"])
             case "after":
@@ -142,9 +142,11 @@ def stopped_in_time(stopped: Mapping[str, Any], run: str) -> str:
     return f"stopped after step {stopped['step']:,} of {stopped['of']:,}, since {stopped['why']}; {goes_on}"
 
 
-def _scores(scores: dict[str, float]) -> str:
-    shown = [f"{name} {value:.4f}" for name, value in scores.items() if name != "count"]
-    return "  ".join([*shown, f"({scores['count']:,.0f} counted)"])
+def of_scores(scores: Mapping[str, float]) -> str:
+    """What an evaluation of one set came to."""
+    shown = [f"{name} {value:.4f}" for name, value in scores.items() if name not in ("count", "skipped")]
+    skipped = f", {scores['skipped']:,.0f} samples skipped" if scores.get("skipped") else ""
+    return "  ".join([*shown, f"({scores['count']:,.0f} counted{skipped})"])
 
 
 class Follow(Aside):

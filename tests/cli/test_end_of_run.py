@@ -1,0 +1,53 @@
+"""What a run says of its data at its end: samples that were left out, and how long it has waited for the others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrun import mesh
+from meshrun.cli.rank import work
+from meshrun.cli.target import find
+from meshrun.config import RunConfig
+from meshrun.observe.events import Event
+
+PROGRAM = str(Path(__file__).parent / "programs" / "with_bad.py")
+
+
+def trained(folder: Path) -> tuple[dict[str, Any], list[Event]]:
+    config = RunConfig(
+        PROGRAM, runs=folder, device="cpu", tensorboard=False, deadline="none", workers=0, skip_bad_samples=True
+    )
+    told: list[Event] = []
+    try:
+        return work(config, find(PROGRAM), told.append), told
+    finally:
+        mesh.finish()
+        mesh.use(mesh.Meeting())
+
+
+@pytest.mark.ranks(2)
+def test_samples_that_were_left_out_and_time_that_was_waited_are_told_at_the_end(tmp_path: Path):
+    result, told = trained(tmp_path)
+    if not told:
+        return
+    # Two of them in each of two epochs, and again in the two evaluations.
+    bad = result["bad_samples"]
+    assert bad["count"] == 8
+    assert [(each["set"], each["id"]) for each in bad["samples"]] == [(s, i) for s in ("train", "val") for i in (3, 17)]
+    run = Path(result["run"])
+    assert json.loads((run / "result.json").read_text())["bad_samples"] == bad
+    assert result["data_wait"] == max(result["data_waits"]) > 0.1
+    notes = [event["text"] for event in told if event["kind"] == "note"]
+    (left_out,) = [text for text in notes if "left out" in text]
+    assert left_out.startswith(
+        "8 times a sample was left out, since it cannot be read (--skip-bad-samples): train 3, train 17, val 3, "
+    )
+    assert "3 is rotten" in left_out and left_out.endswith(f"; all are in {run}/bad-samples")
+    (waited,) = [text for text in notes if "waited for data" in text]
+    assert waited.startswith(f"{100 * result['data_wait']:.0f} % of the time waited for data, on rank ")
+    report = (run / "report.html").read_text()
+    assert "2 samples skipped" in report and "of the time on rank" in report and "waited for data, on rank" in report

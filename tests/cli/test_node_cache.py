@@ -1,0 +1,91 @@
+"""`--cache`: copies of data files in a folder of the node that is the run's own, and goes with it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from meshrun import UserError
+from meshrun.cli.node_cache import copies_of, kept_on_node, make_private
+from meshrun.config import MEMORY, RunConfig, RunDirectory
+from meshrun.world import disks
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the job says is the node's own folder."""
+    folder = tmp_path / "job"
+    folder.mkdir()
+    monkeypatch.setenv("SLURM_TMPDIR", str(folder))
+    return folder
+
+
+def config(cache: str) -> RunConfig:
+    return RunConfig("digits", cache=cache)
+
+
+def test_copies_are_made_for_this_user_alone_and_go_with_the_run(node: Path, tmp_path: Path):
+    run = RunDirectory(tmp_path / "runs" / "digits-1")
+    with kept_on_node(config("tmp"), run, None, None):
+        copies = copies_of(config("tmp"), run, None, None)
+        assert copies is not None and copies.parent == node
+        make_private(copies)
+        assert stat.S_IMODE(copies.stat().st_mode) == 0o700
+        (copies / "train.h5").write_text("data")
+        make_private(copies)
+    assert list(node.iterdir()) == []
+
+
+def test_two_runs_and_two_nodes_on_a_machine_do_not_share_a_folder(node: Path, tmp_path: Path):
+    found = {
+        copies_of(config("tmp"), RunDirectory(tmp_path / name), None, memory)
+        for name in ("digits-1", "digits-2")
+        for memory in (None, Path("/dev/shm/x/node-1"), Path("/dev/shm/x/node-2"))
+    }
+    assert len(found) == 6 and {each.parent for each in found if each is not None} == {node}
+
+
+def test_a_folder_that_the_user_names_is_taken_as_it_is_and_stays(tmp_path: Path):
+    run, mine = RunDirectory(tmp_path / "digits-1"), tmp_path / "mine"
+    with kept_on_node(config(str(mine)), run, None, None):
+        assert copies_of(config(str(mine)), run, None, None) == mine
+        mine.mkdir()
+    assert mine.is_dir()
+    assert copies_of(config("none"), run, None, None) is None
+
+
+def test_in_memory_copies_are_where_the_launcher_clears_up(tmp_path: Path):
+    run = RunDirectory(tmp_path / "digits-1")
+    assert copies_of(config("memory"), run, None, Path("/dev/shm/x/node-1")) == Path("/dev/shm/x/node-1/copies")
+    alone = copies_of(config("memory"), run, None, None)
+    assert alone is not None and alone.parent == MEMORY
+
+
+def test_who_comes_when_the_disk_is_full_goes_where_the_first_one_went(
+    node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = RunDirectory(tmp_path / "digits-1")
+    first = copies_of(config("auto"), run, None, None)
+    assert first is not None
+    first.mkdir(parents=True)
+    monkeypatch.setattr(disks, "ROOM", 1 << 62)
+    monkeypatch.delenv("SLURM_TMPDIR")
+    monkeypatch.setenv("TMPDIR", str(node))
+    assert copies_of(config("auto"), run, None, None) == first
+    with kept_on_node(config("auto"), run, None, None):
+        pass
+    assert not first.exists()
+
+
+def test_a_folder_that_another_has_put_there_is_refused(tmp_path: Path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"link belongs to another user; have it removed, or .* \(--cache\)"):
+        make_private(tmp_path / "link")
+    if os.getuid() == 0:
+        os.chown(tmp_path / "elsewhere", 12345, -1)
+        with pytest.raises(UserError, match="belongs to another user"):
+            make_private(tmp_path / "elsewhere")
