@@ -337,10 +337,10 @@ def _waited_for_data(config: RunConfig, trainer: Trainer, recorder: Recorder) ->
     here, totals, env = trainer.here, trainer.totals, inherited()
     own = Wait(here.rank, here.world.host, totals.seconds, totals.data_wait, trainer.reading.workers, cores.granted())
     waits = here.gathered((own, cores.granted_to_job(env, here.world), cores.mended(here.world)))
-    worst, *of_node = max(waits, key=lambda each: each[0].share)
+    worst, granted, mended = max(waits, key=lambda each: each[0].share)
     if here.rank == 0:
         data, shuffle = trainer.experiment.train, trainer.experiment.shuffle
-        facts = facts_of(data, shuffle, config.cache != "none", *of_node, disks.mounts())
+        facts = facts_of(data, shuffle, config.cache != "none", granted, mended, disks.mounts())
         said = sentence(worst, [each for each, *_ in waits], facts)
         if said is not None:
             recorder("note", text=said)
@@ -502,6 +502,7 @@ def _resolved(trainer: Trainer) -> dict[str, Any]:
     names = ("batch", "micro", "seed", "clip", "precision", "epochs")
     return {
         **{name: getattr(experiment, name) for name in names},
+        "shuffle": str(trainer.order.shuffle),
         "steps": trainer.total_steps,
         "eval_every": trainer.eval_every,
         "schedule": dataclasses.asdict(experiment.schedule)
