@@ -224,7 +224,7 @@ def _joined(
     for number in range(totals.parts):
         of_group[facts_of(parts.folder, number)["group"]].append(number)
     try:
-        with h5py.File(path, "w", libver=_LIBVER) as file, ThreadPoolExecutor(threads) as pool:
+        with h5py.File(path, "w", libver=_LIBVER, locking=False) as file, ThreadPoolExecutor(threads) as pool:
             file.attrs["format"] = FORMAT
             for group, numbers in of_group.items():
                 count = sum(facts_of(parts.folder, number)["samples"] for number in numbers)

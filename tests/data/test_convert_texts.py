@@ -1,0 +1,387 @@
+"""Texts to token files: the tokens that plain code gives, the same bytes however made, and what is refused."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from meshrun import TokenFile
+from meshrun.cli.main import main
+from meshrun.data.convert import to_tokens as module
+from meshrun.data.convert import tokenizing
+from meshrun.data.convert.inputs import Input, opened
+from meshrun.data.convert.result import Converted, checked
+from meshrun.data.convert.to_tokens import Texts, to_tokens
+from meshrun.data.convert.work import Crew
+from meshrun.data.download import Quiet
+from meshrun.errors import RunFailed, UserError
+
+WORDS = [
+    "the state",
+    "of",
+    "our",
+    "union",
+    "is",
+    "strong, and",
+    "Ünïted",
+    "we'll",
+    "stand;",
+    "1790",
+    "—",
+    "2021!\tnew",
+    "",
+    "lines\n",
+    "and\r\nspaces",
+]
+
+
+def texts(count: int = 24) -> list[str]:
+    drawn = random.Random(0)
+    return [" ".join(drawn.choices(WORDS, k=drawn.randrange(5, 200))) for _ in range(count)]
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SMALLEST_PART", 2000)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A document a file, in folders, some of them linked."""
+    for number, text in enumerate(texts()):
+        path = tmp_path / "news" / str(1790 + number // 8) / f"{number:02d}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode())
+    return tmp_path / "news"
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("given") / "given.json"
+    tokenizing.train(texts(), 400, path)
+    return path
+
+
+class Notes(Quiet):
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def line(self, text: str) -> None:
+        self.lines.append(text)
+
+
+def convert(source: Path, dest: Path, workers: int = 1, told: Quiet | None = None, **options: Any) -> Converted:
+    return to_tokens(source, dest, Texts(**options), Crew(workers), told or Quiet())
+
+
+def documents_of(path: Path) -> list[list[int]]:
+    data = TokenFile(path, 1)._open()
+    return [data._tokens[begin:end].tolist() for begin, end in zip(data.starts[:-1], data.starts[1:], strict=True)]
+
+
+def test_the_tokens_are_those_of_plain_code(folder: Path, tmp_path: Path):
+    made = convert(folder, tmp_path / "news.tokens", vocabulary=350, train_on=20)
+    plain = Tokenizer(models.BPE())
+    plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    plain.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    plain.train_from_iterator(
+        texts()[:20],
+        trainers.BpeTrainer(
+            vocab_size=350, special_tokens=["<|start|>"], initial_alphabet=alphabet, show_progress=False
+        ),
+    )
+    data = TokenFile(tmp_path / "news.tokens", 8)
+    assert data.tokenizer.read_text() == plain.to_str()
+    expected = [[0, *plain.encode(text).ids] for text in texts()]
+    assert documents_of(tmp_path / "news.tokens") == expected
+    assert (made.samples, made.tokens, made.bad) == (24, sum(map(len, expected)), 0)
+    assert plain.decode(expected[3]) == texts()[3]
+
+
+def test_any_number_of_processes_and_a_second_run_give_the_same_bytes(folder: Path, tmp_path: Path):
+    made = [convert(folder, tmp_path / f"{n}.tokens", workers=n, vocabulary=350) for n in (1, 2, 3)]
+    assert len({each.sha256 for each in made}) == 1
+    assert len({(tmp_path / f"{n}.tokenizer.json").read_bytes() for n in (1, 2, 3)}) == 1
+    assert not list(tmp_path.glob(".*"))
+    sums = subprocess.run(["sha256sum", "--check", "2.tokens.sha256"], cwd=tmp_path, capture_output=True, check=True)
+    assert sums.stdout == b"2.tokens: OK\n2.tokenizer.json: OK\n"
+
+
+def test_a_document_is_the_same_from_any_kind_of_file(tokenizer: Path, tmp_path: Path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    lines = [text.replace("\n", " ").replace("\r", "") for text in texts()]
+    sources = {
+        "folder": tmp_path / "flat",
+        "lines": tmp_path / "news.txt",
+        "json": tmp_path / "news.jsonl",
+        "packed": tmp_path / "news.jsonl.gz",
+        "parquet": tmp_path / "news.parquet",
+    }
+    sources["folder"].mkdir()
+    for number, line in enumerate(lines):
+        (sources["folder"] / f"{number:02d}.txt").write_bytes(b"\xef\xbb\xbf" + line.encode())
+    sources["lines"].write_bytes("\n\n".join(lines).encode())
+    rows = "".join(json.dumps({"n": 1, "document": line}) + "\r\n" for line in lines)
+    sources["json"].write_text(rows)
+    sources["packed"].write_bytes(gzip.compress(rows.encode()))
+    pq.write_table(pa.table({"n": range(24), "document": lines}), sources["parquet"], row_group_size=5)
+    made = {
+        name: convert(
+            source,
+            tmp_path / f"{name}.tokens",
+            tokenizer=tokenizer,
+            column="document",
+            split_lines=name == "lines",
+        )
+        for name, source in sources.items()
+    }
+    assert len({each.sha256 for each in made.values()}) == 1 and made["json"].samples == 24
+
+
+def test_a_long_document_has_the_same_tokens_in_pieces(
+    folder: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    whole = convert(folder, tmp_path / "whole.tokens", tokenizer=tokenizer)
+    monkeypatch.setattr(tokenizing, "_PIECE", 20)
+    monkeypatch.setattr(module, "_AT_ONCE", 50)
+    monkeypatch.setattr("meshrun.data.convert.texts._READ", 64)
+    assert convert(folder, tmp_path / "cut.tokens", tokenizer=tokenizer).sha256 == whole.sha256
+
+
+def test_the_start_of_a_document_cannot_be_written_in_a_text(tokenizer: Path, tmp_path: Path):
+    (tmp_path / "trick.txt").write_text("before <|start|> behind")
+    convert(tmp_path / "trick.txt", tmp_path / "trick.tokens", tokenizer=tokenizer)
+    [tokens] = documents_of(tmp_path / "trick.tokens")
+    assert tokens.count(0) == 1 and tokens[0] == 0
+
+
+def started_and_killed(source: Path, dest: Path, parts: int, **options: Any) -> None:
+    """Convert in another process, and kill it when it has made so many parts."""
+    child = os.fork()
+    if child == 0:
+        slow = module.write_part
+        module.write_part = lambda *given: (time.sleep(0.05), slow(*given))[1]  # type: ignore[assignment]
+        convert(source, dest, workers=2, **options)
+        os._exit(0)
+    until = time.monotonic() + 60
+    while len(list(dest.with_name(f".{dest.name}.parts").glob("[0-9]*.json"))) < parts:
+        assert time.monotonic() < until
+        time.sleep(0.005)
+    workers = Path(f"/proc/{child}/task/{child}/children").read_text().split()
+    os.kill(child, signal.SIGKILL)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    while any(Path(f"/proc/{each}/cmdline").exists() and "Z" not in state_of(each) for each in workers):
+        assert time.monotonic() < until, "processes that convert outlive the one that started them"
+        time.sleep(0.01)
+    assert len(workers) == 2
+
+
+def state_of(process: str) -> str:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_after_a_kill_it_goes_on_and_ends_with_the_same_bytes(folder: Path, tokenizer: Path, tmp_path: Path):
+    expected = convert(folder, tmp_path / "whole.tokens", tokenizer=tokenizer)
+    dest, notes = tmp_path / "killed.tokens", Notes()
+    started_and_killed(folder, dest, parts=3, tokenizer=tokenizer)
+    assert not dest.exists()
+    made = convert(folder, dest, workers=2, told=notes, tokenizer=tokenizer)
+    assert made.resumed >= 3 and "going on from" in notes.lines[0]
+    assert made.sha256 == expected.sha256 and not list(tmp_path.glob(".*"))
+
+
+def test_a_part_that_is_damaged_meanwhile_is_made_anew(folder: Path, tokenizer: Path, tmp_path: Path):
+    expected = convert(folder, tmp_path / "whole.tokens", tokenizer=tokenizer)
+    dest = tmp_path / "damaged.tokens"
+    started_and_killed(folder, dest, parts=3, tokenizer=tokenizer)
+    left = sorted((tmp_path / ".damaged.tokens.parts").glob("*.part"))
+    content = bytearray(left[0].read_bytes())
+    content[3] ^= 1
+    left[0].write_bytes(content)
+    made = convert(folder, dest, tokenizer=tokenizer)
+    assert made.sha256 == expected.sha256 and made.resumed <= len(left) - 1
+
+
+@pytest.mark.parametrize("change", ["inputs", "options"])
+def test_parts_of_other_inputs_or_options_are_not_used(folder: Path, tokenizer: Path, tmp_path: Path, change: str):
+    dest, notes, skip = tmp_path / "news.tokens", Notes(), change == "options"
+    started_and_killed(folder, dest, parts=2, tokenizer=tokenizer)
+    if change == "inputs":
+        (folder / "1790" / "00.txt").write_text("Something else.")
+    made = convert(folder, dest, told=notes, tokenizer=tokenizer, skip_bad=skip)
+    said = "1790/00.txt has changed" if change == "inputs" else "skip_bad is True and was False"
+    assert made.resumed == 0 and "starting anew" in notes.lines[0] and said in notes.lines[0]
+    assert made.sha256 == convert(folder, tmp_path / "fresh.tokens", tokenizer=tokenizer).sha256
+
+
+def test_a_full_disk_is_a_sentence_and_parts_stay(folder: Path, tokenizer: Path, tmp_path: Path):
+    dest = tmp_path / "news.tokens"
+    child = os.fork()
+    if child == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (8000, 8000))  # the parts have room, what they are joined to has not
+        try:
+            convert(folder, dest, tokenizer=tokenizer, vocabulary=300)
+        except RunFailed as error:
+            (tmp_path / "said").write_text(str(error))
+        os._exit(0)
+    os.waitpid(child, 0)
+    said = (tmp_path / "said").read_text()
+    assert "no room left for" in said and ".news.tokens.parts" in said and "run the same command again" in said
+    made = convert(folder, dest, tokenizer=tokenizer, vocabulary=300)
+    assert made.resumed > 5
+
+
+def test_two_at_once_do_not_mix(folder: Path, tokenizer: Path, tmp_path: Path):
+    from meshrun.data.convert.parts import kept_parts
+
+    dest = tmp_path / "news.tokens"
+    with kept_parts(dest, {}, [], Quiet()), pytest.raises(UserError, match="is being made by another process"):
+        convert(folder, dest, tokenizer=tokenizer)
+
+
+def test_an_input_that_changes_meanwhile_ends_the_conversion(folder: Path):
+    file = folder / "1790" / "00.txt"
+    listed = Input("1790/00.txt", file.stat().st_size, file.stat().st_mtime_ns)
+    opened(folder, listed).close()
+    file.write_text("Something else.")
+    with pytest.raises(RunFailed, match=r"00\.txt has changed while it was being converted"):
+        opened(folder, listed)
+
+
+def test_bad_documents_end_it_or_are_left_out(folder: Path, tokenizer: Path, tmp_path: Path):
+    expected = convert(folder, tmp_path / "good.tokens", tokenizer=tokenizer)
+    (folder / "1790" / "05b.txt").write_bytes(b"fine at first\n" * 10 + b"caf\xe9 au lait")
+    (folder / "1791" / "11b.txt").write_bytes(b"\xff\xfe")
+    (folder / "1791" / "12b.txt").write_bytes(b"")
+    for workers in (1, 2):
+        with pytest.raises(
+            UserError, match=r"1790/05b\.txt cannot be used: it is not UTF-8 \(byte 0xe9\); .*--skip-bad"
+        ):
+            convert(folder, tmp_path / "bad.tokens", workers=workers, tokenizer=tokenizer)
+    made = convert(folder, tmp_path / "skipped.tokens", workers=2, tokenizer=tokenizer, skip_bad=True)
+    assert (made.bad, made.empty, made.sha256) == (2, 1, expected.sha256)
+    assert [Path(why.split(" ")[0]).name for why in made.why] == ["05b.txt", "11b.txt"]
+
+
+def test_a_bad_line_is_named_by_its_number(tokenizer: Path, tmp_path: Path):
+    source, dest = tmp_path / "news.jsonl", tmp_path / "news.tokens"
+    rows = [json.dumps({"text": text}) for text in texts()]
+    for bad, said in [
+        ('{"text": "half', r"line 20 of .*news\.jsonl cannot be used: it is no JSON"),
+        ('{"body": "x", "n": 1}', r"line 20 of .* it has no column 'text' but 'body', 'n' \(--column\)"),
+        ('{"text": 7}', r"line 20 of .* its 'text' is no text but int"),
+        ('{"text": "\\ud800"}', r"line 20 of .* it holds half of a character"),
+        ("[1]", r"line 20 of .* it is no object but list"),
+    ]:
+        source.write_text("\n".join([*rows[:19], bad, *rows[20:]]) + "\n")
+        with pytest.raises(UserError, match=said):
+            convert(source, dest, tokenizer=tokenizer)
+        made = convert(source, tmp_path / "other.tokens", tokenizer=tokenizer, skip_bad=True)
+        assert (made.samples, made.bad) == (23, 1)
+        for each in tmp_path.glob("other.*"):
+            each.unlink()
+
+
+def test_what_cannot_be_converted_is_a_sentence(
+    folder: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    dest = tmp_path / "some.tokens"
+    mixed, empty, blank = tmp_path / "mixed", tmp_path / "empty", tmp_path / "blank.txt"
+    for each in (mixed, empty):
+        each.mkdir()
+    (mixed / "a.txt").write_text("a")
+    (mixed / "b.jsonl").write_text("{}")
+    blank.write_text("")
+    (tmp_path / "no.parquet").write_text("no")
+    nothing = {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}
+    (tmp_path / "startless.json").write_text(json.dumps(nothing))
+    for source, options, said in [
+        (tmp_path / "none", {}, "No such file"),
+        (empty, {}, "there are no files in"),
+        (mixed, {}, r"several kinds, such as a\.txt and b\.jsonl"),
+        (mixed / "b.jsonl", {"split_lines": True}, "--split-lines is for plain texts"),
+        (blank, {"tokenizer": tokenizer}, "no document with a text"),
+        (tmp_path / "no.parquet", {"tokenizer": tokenizer}, "is not a Parquet file"),
+        (folder, {"vocabulary": 256}, r"vocabulary is 256; it must be at least 257.*--vocabulary"),
+        (folder, {"train_on": 0}, "--train-on"),
+        (folder, {"tokenizer": blank}, r"blank\.txt is not a tokenizer.*--tokenizer"),
+        (folder, {"tokenizer": tmp_path / "startless.json"}, r"none of the tokens <\|start\|>, .*--start"),
+    ]:
+        with pytest.raises(UserError, match=said):
+            convert(source, dest, **options)
+    assert not list(tmp_path.glob(".*")), "parts of what was refused stay behind"
+    dest.write_text("mine")
+    with pytest.raises(UserError, match=r"some\.tokens is there already; .*--overwrite"):
+        convert(folder, dest, tokenizer=tokenizer)
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UserError, match=r"not installed; pip install 'meshrun\[text\]'"):
+        convert(folder, tmp_path / "other.tokens", vocabulary=300)
+
+
+def test_a_damaged_result_is_found(folder: Path, tokenizer: Path, tmp_path: Path):
+    dest = tmp_path / "news.tokens"
+    convert(folder, dest, tokenizer=tokenizer)
+    assert checked(dest, Quiet()) == []
+    content = bytearray(dest.read_bytes())
+    content[-1] ^= 1
+    dest.write_bytes(content)
+    assert "news.tokens is not as it was made" in checked(dest, Quiet())[0]
+    (tmp_path / "news.tokens.sha256").unlink()
+    assert "its sum is wrong" in checked(dest, Quiet())[0]
+
+
+def test_the_command_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    dest = str(tmp_path / "news.tokens")
+
+    def status(*words: str) -> object:
+        with pytest.raises(SystemExit) as ended:
+            main(["convert-data", *words])
+        return ended.value.code
+
+    assert status(str(folder), dest, "--vocabulary", "300", "--workers", "2", "--json") == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document.keys() >= {
+        "destination",
+        "kind",
+        "samples",
+        "bytes",
+        "tokens",
+        "sha256",
+        "bad",
+        "seconds",
+        "resumed",
+    }
+    assert (document["destination"], document["kind"], document["samples"]) == (dest, "tokens", 24)
+    assert np.sum([len(each) for each in documents_of(Path(dest))]) == document["tokens"]
+    assert status("--check", dest) == 0 and "is as it was made" in capfd.readouterr().out
+    for words, said in [
+        ([str(folder), dest], "--overwrite"),
+        ([str(folder), str(tmp_path / "news.zip")], "must end in .h5, .hdf5, .tokens (DEST)"),
+        ([str(folder), dest, "--size", "7"], "--size is for images (DEST.h5)"),
+        (
+            [str(folder), dest, "--tokenizer", "x.json", "--vocabulary", "9"],
+            "--vocabulary is for a tokenizer that is trained",
+        ),
+        ([str(folder)], "needs SOURCE and DEST"),
+    ]:
+        assert status(*words) == 2
+        assert said in capfd.readouterr().err
