@@ -43,6 +43,7 @@ bench: setup
 	$(BIN)/python benchmarks/checkpoint.py
 	$(BIN)/python benchmarks/restart.py
 	$(BIN)/python benchmarks/links.py
+	$(BIN)/python benchmarks/data.py
 
 # The tests also run under the real Slurm, Open MPI and MPICH. Where these cannot be installed, tests say so and are skipped.
 # Nothing may start by itself: the tests start their own daemons, on virtual nodes.
