@@ -40,9 +40,9 @@ class Columns:
     """One Arrow file, or what is one in memory. `first` is the sample number of its first row in the whole table."""
 
     def __init__(self, path: Path, first: int, columns: Sequence[str] | None, turned: Any = None) -> None:
-        """`turned` is the file or the memory that is read in place of `path`, where that had to be turned into it."""
+        """`turned` is the memory that is read in place of `path`, where that had to be turned into it."""
         self.path, self._first = path, first
-        self._file = None if isinstance(turned, pa.Buffer) else Mapped(turned or path)
+        self._file = Mapped(path) if turned is None else None
         self._whole = pa.py_buffer(self._file.whole) if self._file else turned
         self.size = self._whole.size
         self.schema, self._offsets, self._ends = _contents(path, self._whole)
@@ -143,9 +143,9 @@ def _is_number(kind: pa.DataType) -> bool:
 def _contents(path: Path, whole: pa.Buffer) -> tuple[pa.Schema, NDArray[np.int64], NDArray[np.int64]]:
     """The columns, where each record batch is, and the number of rows up to its end."""
     reader = pa.BufferReader(whole)
-    begins = whole.slice(0, len(MAGIC)).to_pybytes() == MAGIC
-    if begins:
-        if whole.slice(max(0, whole.size - len(MAGIC))).to_pybytes() != MAGIC or whole.size < 2 * _AFTER_MAGIC:
+    content = memoryview(whole)
+    if content[: len(MAGIC)] == MAGIC:
+        if content[-len(MAGIC) :] != MAGIC or len(content) < 2 * _AFTER_MAGIC:
             raise UserError(f"{path} is not all there: the end of an Arrow file is missing; copy or write it again")
         reader.seek(_AFTER_MAGIC)
     offsets: list[int] = []

@@ -44,12 +44,8 @@ class Lines:
 
     def __init__(self, path: Path, first: int, columns: Sequence[str] | None) -> None:
         self.path, self.columns, self._first = path, columns, first
-        found: Path | bytes | mmap.mmap = _unpacked(path) if path.suffix == ".gz" else path
-        self._file: Mapped | None = None
-        if isinstance(found, Path):
-            self._file = Mapped(found)
-            found = self._file.whole
-        self._whole = found
+        self._file = None if path.suffix == ".gz" else Mapped(path)
+        self._whole = self._file.whole if self._file else _unpacked(path)
         self.size = len(self._whole)
         self._data = np.frombuffer(self._whole, np.uint8)
         self._starts = _kept_starts(path, self._data) if self.size >= BIG else starts_of(self._data)
@@ -161,14 +157,17 @@ def _is_blank(data: NDArray[np.uint8], at: int) -> bool:
     return True
 
 
-def _unpacked(path: Path) -> Path | bytes:
+def _unpacked(path: Path) -> mmap.mmap | bytes:
     def make(to: Path) -> None:
         with gzip.open(path) as packed, to.open("wb") as file:
             shutil.copyfileobj(packed, file, _PIECE)
 
     try:
         made = once(path, "unpacked 1", make) if path.stat().st_size >= BIG_WHEN_PACKED else None
-        return gzip.decompress(path.read_bytes()) if made is None else made
+        if made is None:
+            return gzip.decompress(path.read_bytes())
+        with made.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path} cannot be unpacked, it is damaged or not all there: {error}") from None
     except OSError as error:
@@ -179,7 +178,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} of it, 0x{error.object[error.start]:02x}, is not UTF-8"
     if isinstance(error, json.JSONDecodeError):
-        return f"it is no JSON at column {error.colno}: {error.msg}"
+        return f"it is no JSON at column {min(error.pos, len(error.doc.rstrip())) + 1}: {error.msg}"
     return f"it is no JSON: {error}"
 
 

@@ -43,13 +43,20 @@ def once(source: Path, what: str, make: Callable[[Path], None]) -> Path | None:
     name = f"{source.name}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
     try:
         folder, passing = _folder()
-        made = _found_or_made(folder / name, make)
+        made = folder / name
+        held = _found_or_made(made, make)
     except OSError as error:
         cache.note(f"{source} is kept in memory, since nothing can be kept on this node: {error} (--cache)")
         return None
+    if held is None:
+        return None
     watched.look()
-    if made is not None and passing and made not in _in_use:
-        _use(made)
+    if passing and made not in _in_use:
+        if not _in_use:
+            atexit.register(_leave)
+        _in_use[made] = held, os.getpid()
+    else:
+        os.close(held)
     return made
 
 
@@ -66,21 +73,28 @@ def _folder() -> tuple[Path, bool]:
     return folder, True
 
 
-def _found_or_made(path: Path, make: Callable[[Path], None]) -> Path | None:
+def _found_or_made(path: Path, make: Callable[[Path], None]) -> int | None:
+    """The opened file, with a lock that says that it is used; None where it could not be made a while ago."""
     while True:
         held = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        keep = False
         try:
-            fcntl.flock(held, fcntl.LOCK_EX)  # waits while somebody makes it
+            fcntl.flock(held, fcntl.LOCK_SH)  # waits while somebody makes it
+            if keep := _is_still(path, held) and _is_made(held):
+                return held
+            fcntl.flock(held, fcntl.LOCK_EX)
             if not _is_still(path, held):
                 continue
-            if os.fstat(held).st_size and os.pread(held, len(_FAILED), 0) != _FAILED:
-                return path
             if os.fstat(held).st_size and time.time() - os.fstat(held).st_mtime < _AGAIN:
                 return None
-            _make(path, held, make)
-            return path
+            return _make(path, held, make)
         finally:
-            os.close(held)
+            if not keep:
+                os.close(held)
+
+
+def _is_made(held: int) -> bool:
+    return bool(os.fstat(held).st_size) and os.pread(held, len(_FAILED), 0) != _FAILED
 
 
 def _is_still(path: Path, held: int) -> bool:
@@ -91,11 +105,15 @@ def _is_still(path: Path, held: int) -> bool:
         return False
 
 
-def _make(path: Path, held: int, make: Callable[[Path], None]) -> None:
+def _make(path: Path, held: int, make: Callable[[Path], None]) -> int:
+    """Makes it beside its name, while `held` keeps the others waiting."""
     part = path.with_name(f".{path.name}.part")
     try:
         make(part)
+        made = os.open(part, os.O_RDWR)
+        fcntl.flock(made, fcntl.LOCK_SH)
         part.replace(path)
+        return made
     except OSError:
         os.ftruncate(held, 0)
         with contextlib.suppress(OSError):
@@ -106,16 +124,6 @@ def _make(path: Path, held: int, make: Callable[[Path], None]) -> None:
         raise
     finally:
         part.unlink(missing_ok=True)
-
-
-def _use(path: Path) -> None:
-    """Say that this process uses it, until its end."""
-    with contextlib.suppress(OSError):
-        held = os.open(path, os.O_RDONLY)
-        fcntl.flock(held, fcntl.LOCK_SH)
-        if not _in_use:
-            atexit.register(_leave)
-        _in_use[path] = held, os.getpid()
 
 
 def _leave() -> None:

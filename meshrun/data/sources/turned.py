@@ -1,6 +1,6 @@
 """Parquet, CSV and compressed Arrow files, turned once into Arrow files that can be read where they lie.
 
-    found = turned(Path("big.parquet"), "parquet", columns=("text", "label"))     # a file on this node, or memory
+    whole = turned(Path("big.parquet"), "parquet", columns=("text", "label"), in_memory=False)
 
 Rows of the former can only be read many at a time: a row group is unpacked as a whole, and a line of CSV is found by
 counting. Small ones are turned in memory.
@@ -31,26 +31,26 @@ Batches = tuple[pa.Schema, Iterator[tuple[pa.RecordBatch, float]]]
 """Columns, and record batches with the share of the file that is read after each."""
 
 
-def turned(path: Path, kind: str, columns: Sequence[str] | None, in_memory: bool) -> Path | pa.Buffer:
-    """The rows of the file as plain Arrow: a file on this node, or memory where that is asked for or has to do."""
+def turned(path: Path, kind: str, columns: Sequence[str] | None, in_memory: bool) -> pa.Buffer:
+    """The rows of the file as plain Arrow: a mapped file of this node, or memory where that is asked for or must do."""
     if not in_memory:
         made = once(
             path, f"arrow 1 {columns}", lambda to: _write(path, kind, columns, lambda: pa.OSFile(str(to), "wb"))
         )
         if made is not None:
-            return made
-    return _write(path, kind, columns, pa.BufferOutputStream).getvalue()
+            return pa.memory_map(str(made)).read_buffer()
+    return _write(path, kind, columns, pa.BufferOutputStream)
 
 
 def _write(path: Path, kind: str, columns: Sequence[str] | None, to: Callable[[], Any]) -> Any:
-    """The rows in what `to` opens."""
+    """Writes the rows into what `to` opens; memory is given back."""
     types: dict[str, pa.DataType] = {}
     while True:
         try:
             schema, found = _read(path, kind, columns, types)
-            sink = to()
-            _fill(sink, path, schema, found)
-            return sink
+            with to() as sink:
+                _fill(sink, path, schema, found)
+                return sink.getvalue() if isinstance(sink, pa.BufferOutputStream) else None
         except Wider as wider:
             types[wider.column] = wider.kind
 
@@ -70,8 +70,6 @@ def _fill(sink: Any, path: Path, schema: pa.Schema, found: Iterator[tuple[pa.Rec
             for piece in pa.Table.from_arrays(columns, schema=plain).to_batches(_ROWS):
                 writer.write_batch(piece)
             told(share)
-    if isinstance(sink, pa.OSFile):
-        sink.close()
 
 
 def _plain(field: pa.Field) -> pa.Field:

@@ -1,0 +1,555 @@
+"""Tables: the rows that were written, by number, from every kind of file; a sentence for what is wrong with one."""
+
+from __future__ import annotations
+
+import csv
+import errno
+import gzip
+import json
+import multiprocessing
+import os
+import pickle
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.feather
+import pyarrow.parquet
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from meshrun import Table
+from meshrun.data import cache
+from meshrun.data.sources import lines, once, turned
+from meshrun.errors import BadSample, RunFailed, UserError
+
+Row = dict[str, Any]
+
+
+def arrow(rows: list[Row]) -> pa.Table:
+    return pa.Table.from_pylist(rows)
+
+
+def as_lines(rows: list[Row]) -> bytes:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode()
+
+
+def jsonl(rows: list[Row], folder: Path) -> Path:
+    (folder / "t.jsonl").write_bytes(as_lines(rows))
+    return folder / "t.jsonl"
+
+
+def packed(rows: list[Row], folder: Path) -> Path:
+    (folder / "t.jsonl.gz").write_bytes(gzip.compress(as_lines(rows)))
+    return folder / "t.jsonl.gz"
+
+
+def parquet(rows: list[Row], folder: Path) -> Path:
+    pa.parquet.write_table(arrow(rows), folder / "t.parquet", row_group_size=3)
+    return folder / "t.parquet"
+
+
+def stream(rows: list[Row], folder: Path) -> Path:
+    table = arrow(rows)
+    with pa.OSFile(str(folder / "t.arrow"), "wb") as file, pa.ipc.new_stream(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    return folder / "t.arrow"
+
+
+def file(rows: list[Row], folder: Path) -> Path:
+    table = arrow(rows)
+    with pa.OSFile(str(folder / "t.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=5)
+    return folder / "t.arrow"
+
+
+def feather(rows: list[Row], folder: Path) -> Path:
+    pa.feather.write_feather(arrow(rows), str(folder / "t.feather"), compression="lz4", chunksize=4)
+    return folder / "t.feather"
+
+
+def categories(rows: list[Row], folder: Path) -> Path:
+    table = arrow(rows)
+    column = table.column("text").dictionary_encode()
+    table = table.set_column(table.schema.get_field_index("text"), "text", column)
+    pa.feather.write_feather(table, str(folder / "t.feather"), compression="uncompressed")
+    return folder / "t.feather"
+
+
+def parts(rows: list[Row], folder: Path) -> Path:
+    middle = max(1, len(rows) // 3)
+    for number, some in enumerate((rows[:middle], rows[middle:])):
+        pa.parquet.write_table(
+            pa.Table.from_pylist(some, schema=arrow(rows).schema), folder / f"part-{number:04}.parquet"
+        )
+    (folder / "_SUCCESS").touch()
+    return folder
+
+
+def saved(rows: list[Row], folder: Path) -> Path:
+    """As save_to_disk writes it, in two files."""
+    table, middle = arrow(rows), len(rows) // 2
+    names = [f"data-0000{number}-of-00002.arrow" for number in range(2)]
+    for name, some in zip(names, (table.slice(0, middle), table.slice(middle)), strict=True):
+        with pa.OSFile(str(folder / name), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(some, max_chunksize=3)
+    state = {"_data_files": [{"filename": name} for name in names], "_split": "train", "_format_columns": None}
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def comma(rows: list[Row], folder: Path) -> Path:
+    with (folder / "t.csv").open("w", newline="") as sink:
+        writer = csv.DictWriter(sink, ["text", "number", "share"], extrasaction="ignore", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
+    return folder / "t.csv"
+
+
+WITH_LISTS = [jsonl, packed, parquet, stream, file, feather, categories, parts, saved]
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\x00\r"), max_size=12).map("t".__add__)
+ROW = st.fixed_dictionaries(
+    {
+        "text": TEXT,
+        "number": st.integers(-(2**62), 2**62),
+        "share": st.floats(allow_nan=False, allow_infinity=False).map(lambda value: value + 0.5),
+        "tokens": st.lists(st.integers(0, 60_000), max_size=5),
+        "right": st.booleans(),
+        "maybe": st.none() | TEXT,
+        "words": st.lists(TEXT, max_size=3),
+    }
+)
+
+
+@pytest.mark.parametrize("write", [*WITH_LISTS, comma], ids=lambda write: write.__name__)
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(rows=st.lists(ROW, min_size=1, max_size=25), data=st.data())
+def test_rows_are_those_that_were_written(
+    write: Callable[[list[Row], Path], Path],
+    rows: list[Row],
+    data: st.DataObject,
+    tmp_path_factory: pytest.TempPathFactory,
+):
+    table = Table(write(rows, tmp_path_factory.mktemp("table")))
+    ids = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=40))
+    expected = [{"text": "", "number": 0, "share": 0} | rows[number] for number in ids]
+    if write is comma:
+        expected = [{name: row[name] for name in ("text", "number", "share")} for row in expected]
+    assert len(table) == len(rows)
+    assert table.__getitems__(ids) == expected
+    assert [table[number] for number in ids] == expected
+    assert table[-1] == table[len(rows) - 1]
+
+
+ROWS = [{"text": f"text {number}", "number": number, "tokens": list(range(number % 7))} for number in range(40)]
+
+
+@pytest.mark.parametrize("write", WITH_LISTS, ids=lambda write: write.__name__)
+def test_columns_transform_and_lengths(write: Callable[[list[Row], Path], Path], tmp_path: Path):
+    path = write(ROWS, tmp_path)
+    table = Table(path, columns=["number"], transform=lambda row: (row["number"], -row["number"]), lengths=None)
+    assert table.__getitems__([7, 3]) == [(7, -7), (3, -3)]
+    with pytest.raises(UserError, match="does not know how long samples are; name a column, lengths="):
+        table.lengths([1])
+    whole = Table(path, lengths="tokens")
+    assert whole.lengths(np.array([6, 39, 7])).tolist() == [6, 4, 0]
+    assert Table(path, lengths="text").lengths([3, 33]).tolist() == [6, 7]
+
+
+@pytest.mark.parametrize("write", [jsonl, parquet, parts], ids=lambda write: write.__name__)
+def test_goes_to_another_process_as_it_is(write: Callable[[list[Row], Path], Path], tmp_path: Path):
+    table = Table(write(ROWS, tmp_path), columns=["text"])
+    sent = pickle.dumps(table)
+    assert len(sent) < 1000
+    there = pickle.loads(sent)
+    assert there.__getitems__([39, 0]) == table.__getitems__([39, 0]) == [{"text": "text 39"}, {"text": "text 0"}]
+    assert there.fingerprint == table.fingerprint
+
+
+def test_what_else_a_column_may_hold(tmp_path: Path):
+    matrices = pa.FixedSizeListArray.from_arrays(
+        pa.FixedSizeListArray.from_arrays(pa.array(np.arange(12, dtype=np.float32)), 2), 3
+    )
+    table = pa.table(
+        {
+            "matrix": matrices,
+            "bytes": pa.array([b"\x00\xff", None], pa.large_binary()),
+            "nested": [{"a": [{"b": 1}]}, None],
+            "small": pa.array([1, None], pa.int8()),
+            "when": pa.array([0, 1], pa.date32()),
+        }
+    )
+    pa.parquet.write_table(table, tmp_path / "t.parquet")
+    first, second = Table(tmp_path / "t.parquet").__getitems__([0, 1])
+    assert first["matrix"].dtype == np.float32 and first["matrix"].tolist() == [[0, 1], [2, 3], [4, 5]]
+    first["matrix"] += 1  # its own, not the file's
+    assert first["bytes"] == b"\x00\xff" and first["nested"] == {"a": [{"b": 1}]} and first["small"] == 1
+    assert (second["bytes"], second["nested"], second["small"]) == (None, None, None)
+    assert str(second["when"]) == "1970-01-02"
+
+
+def test_rows_that_a_saved_dataset_has_picked(tmp_path: Path):
+    folder = saved(ROWS, tmp_path)
+    picked = pa.table({"indices": pa.array([31, 2, 2, 17], pa.uint64())})
+    with pa.OSFile(str(folder / "indices.arrow"), "wb") as sink, pa.ipc.new_stream(sink, picked.schema) as writer:
+        writer.write_table(picked)
+    state = json.loads((folder / "state.json").read_text())
+    (folder / "state.json").write_text(json.dumps(state | {"_indices_files": [{"filename": "indices.arrow"}]}))
+    table = Table(folder)
+    assert [table[number]["number"] for number in range(len(table))] == [31, 2, 2, 17]
+
+
+def test_blank_lines_and_a_mark_in_front_are_no_rows(tmp_path: Path):
+    text = b'\xef\xbb\xbf\n  \n{"n": 0}\r\n\r\n \t \n  {"n": 1}\n\n{"n": 2}'
+    (tmp_path / "t.jsonl").write_bytes(text)
+    assert [row["n"] for row in Table(tmp_path / "t.jsonl").__getitems__([0, 1, 2])] == [0, 1, 2]
+    assert len(Table(tmp_path / "t.jsonl")) == 3
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.sampled_from([b"x", b"  y", b"", b" ", b"\r", b" " * 70, b" " * 70 + b"z"]), max_size=30))
+def test_starts_of_lines_do_not_depend_on_the_pieces_that_are_looked_through(found: list[bytes]):
+    data = np.frombuffer(b"\n".join(found), np.uint8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lines, "_PIECE", 3)
+        starts = lines.starts_of(data).tolist()
+    full = [each for each in found if each.strip()]
+    assert [bytes(data[begin:end]).strip() for begin, end in pairwise(starts)] == [each.strip() for each in full]
+
+
+BAD_LINES = [
+    (b'{"a": 1', r"it is no JSON at column 8: Expecting ',' delimiter"),
+    (b"[1, 2]", "it is a list and not an object"),
+    (b'{"a": "\xff"}', "byte 7 of it, 0xff, is not UTF-8"),
+    (b'{"b": 2}', "it has no 'a' but 'b'"),
+    (b"[" * 100_000, "it is no JSON"),
+]
+
+
+@pytest.mark.parametrize(("line", "why"), BAD_LINES, ids=[why for _, why in BAD_LINES])
+def test_a_bad_line_is_named_with_its_sample(tmp_path: Path, line: bytes, why: str):
+    (tmp_path / "0.jsonl").write_bytes(b'{"a": 0}\n' * 3)
+    (tmp_path / "1.jsonl").write_bytes(b'{"a": 3}\n\n' + line + b'\n{"a": 5}\n')
+    table = Table(tmp_path, columns=["a"], lengths="a")
+    with pytest.raises(
+        BadSample, match=rf"^sample 4 of .*1\.jsonl, line 3\) cannot be read: {why}.*--skip-bad-samples"
+    ):
+        table.__getitems__([0, 4])
+    assert table.__getitems__([2, 3, 5]) == [{"a": 0}, {"a": 3}, {"a": 5}]
+    assert table.lengths([4]).tolist() == [0]
+
+
+def test_text_that_is_not_utf_8_in_a_table_is_a_bad_sample(tmp_path: Path):
+    content = pa.array([b"fine", b"\xff"], pa.binary()).view(pa.string())
+    with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as sink:
+        table = pa.table({"text": content})
+        with pa.ipc.new_file(sink, table.schema) as writer:
+            writer.write_table(table)
+    table = Table(tmp_path / "t.arrow")
+    assert table[0] == {"text": "fine"}
+    with pytest.raises(BadSample, match=r"sample 1 of .*its 'text' is unusable, 'utf-8' codec can't decode"):
+        table.__getitems__([0, 1])
+
+
+def csv_of(text: str) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / "t.csv").write_bytes(text.encode("latin-1"))
+        return folder / "t.csv"
+
+    return write
+
+
+def cut(write: Callable[[list[Row], Path], Path], keep: float) -> Callable[[Path], Path]:
+    def written(folder: Path) -> Path:
+        path = write(ROWS * 30, folder)
+        path.write_bytes(path.read_bytes()[: int(path.stat().st_size * keep)])
+        return path
+
+    return written
+
+
+def damaged_group(folder: Path) -> Path:
+    path = folder / "t.parquet"
+    pa.parquet.write_table(pa.table({"a": np.arange(50_000)}), path, row_group_size=25_000, use_dictionary=False)
+    at = pa.parquet.ParquetFile(path).metadata.row_group(1).column(0).data_page_offset
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(b"\xff" * 64)
+    return path
+
+
+def splits(folder: Path) -> Path:
+    (folder / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    return folder
+
+
+def unlike_parts(second: Row) -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        for number, row in enumerate(({"a": 1, "b": "x"}, second)):
+            pa.parquet.write_table(arrow([row]), folder / f"{number}.parquet")
+        return folder
+
+    return write
+
+
+def with_file_missing(folder: Path) -> Path:
+    (saved(ROWS, folder) / "data-00001-of-00002.arrow").unlink()
+    return folder
+
+
+def of_two_kinds(folder: Path) -> Path:
+    return comma([], jsonl(ROWS, folder).parent).parent
+
+
+def named(name: str, content: bytes = b"") -> Callable[[Path], Path]:
+    def write(folder: Path) -> Path:
+        (folder / name).write_bytes(content)
+        return folder / name
+
+    return write
+
+
+WRONG: list[tuple[str, Callable[[Path], Path], str]] = [
+    ("no file", lambda folder: folder / "no.csv", "there is no table .*no.csv; give a file, or a folder"),
+    ("other file", named("t.xlsx"), "t.xlsx is no table of a known kind; its name must end with .jsonl, .*, .tsv"),
+    ("empty folder", lambda folder: folder, "has no parts of a table; their names must end with"),
+    ("two kinds", of_two_kinds, "has parts of several kinds, .csv and .jsonl; keep them apart"),
+    ("empty lines", named("t.jsonl", b"\n\n"), "t.jsonl has no rows; a table must have at least one"),
+    ("damaged gzip", cut(packed, 0.5), "t.jsonl.gz cannot be unpacked, it is damaged or not all there"),
+    ("no gzip", named("t.jsonl.gz", b"hello"), "t.jsonl.gz cannot be unpacked.*Not a gzipped file"),
+    ("ragged", csv_of("a,b\n1,2\n3\n"), "row 3 of .*t.csv has 1 columns and not 2 like the first"),
+    (
+        "mixed",
+        csv_of("a,b\n" + "1.5,x\n" * 9000 + "oh,y\n"),
+        "row 9,002 of .*invalid value 'oh' in column 'a'.*numbers",
+    ),
+    (
+        "latin",
+        csv_of("a,b\n1,x\n2,\xe4\n"),
+        "t.csv has text that is not UTF-8 in line 3, byte 3; write the file as UTF-8",
+    ),
+    ("late latin", csv_of("a,b\n" + "1,x\n" * 9000 + "2,\xe4\n"), "not UTF-8 in line 9,002, byte 3"),
+    ("twice", csv_of("a,a\n1,x\n"), "t.csv has two columns 'a'"),
+    ("empty csv", csv_of(""), "t.csv has no line with names of columns"),
+    ("header only", csv_of("a,b\n"), "t.csv has no rows"),
+    ("cut parquet", cut(parquet, 0.7), "t.parquet is no whole Parquet file"),
+    ("damaged group", damaged_group, "row group 1 of .*t.parquet cannot be read"),
+    ("cut arrow file", cut(file, 0.7), "t.arrow is not all there: the end of an Arrow file is missing"),
+    ("cut stream", cut(stream, 0.701), "t.arrow is no whole Arrow file after .* record batches"),
+    ("no arrow", named("t.arrow", b"hello, world"), "t.arrow is no whole Arrow file"),
+    ("empty arrow", named("t.arrow"), "t.arrow is no whole Arrow file"),
+    ("splits", splits, r"has several sets; name one of them: .*/train, .*/test"),
+    (
+        "missing part",
+        with_file_missing,
+        "is not all there: data-00001-of-00002.arrow, which state.json names, is missing",
+    ),
+    (
+        "other columns",
+        unlike_parts({"a": 1, "c": "x"}),
+        "1.parquet has the columns 'a', 'c' and .*0.parquet has 'a', 'b'",
+    ),
+    ("other types", unlike_parts({"a": "1", "b": "x"}), "column 'a' is of type string in .*1.parquet and int64 in"),
+]
+
+
+@pytest.mark.parametrize(("write", "why"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_what_is_wrong_with_a_table_is_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path], Path], why: str
+):
+    monkeypatch.setattr("meshrun.data.sources.delimited._BLOCK", 4096)
+    with pytest.raises(UserError, match=why) as told:
+        Table(write(tmp_path))
+    assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("write", [parquet, stream, comma, saved], ids=lambda write: write.__name__)
+def test_a_column_that_is_not_there_is_named(tmp_path: Path, write: Callable[[list[Row], Path], Path]):
+    with pytest.raises(UserError, match="has no column 'title'; it has 'text', 'number'"):
+        Table(write([{"text": "a", "number": 1}], tmp_path), columns=["text", "title"])
+
+
+def test_columns_are_a_list(tmp_path: Path):
+    with pytest.raises(UserError, match="is the text 'number'; it must be a list of names"):
+        Table(jsonl(ROWS, tmp_path), columns="number")
+
+
+def test_a_type_is_that_of_the_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("meshrun.data.sources.delimited._BLOCK", 4096)
+    rows = ["1,,2020-01-01"] * 2000
+    (tmp_path / "t.tsv").write_text("\n".join(["a,b,c", *rows, "2.5,3,soon"]).replace(",", "\t"))
+    table = Table(tmp_path / "t.tsv")
+    assert table[0] == {"a": 1.0, "b": None, "c": "2020-01-01"}
+    assert table[2000] == {"a": 2.5, "b": 3, "c": "soon"}
+
+
+def test_pyarrow_is_asked_for_only_where_it_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
+    assert len(Table(jsonl(ROWS, tmp_path))) == 40
+    with pytest.raises(UserError, match=r"can only be read with pyarrow; pip install 'meshrun\[tables\]'"):
+        Table(parquet(ROWS, tmp_path))
+
+
+@pytest.mark.parametrize("write", [jsonl, stream], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("how", ["shorter", "rewritten", "gone"])
+def test_a_file_that_changes_ends_the_run(
+    tmp_path: Path, write: Callable[[list[Row], Path], Path], how: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("meshrun.data.sources.source.LOOK_AGAIN", 0)
+    path = write(ROWS, tmp_path)
+    table = Table(path, lengths="text")
+    table.__getitems__([0, 39])
+    if how == "gone":
+        path.unlink()
+    else:
+        content = path.read_bytes()
+        path.write_bytes(content[:100] if how == "shorter" else content)
+        os.utime(path, ns=(time.time_ns(), time.time_ns() + 1))
+    for asked in (table.__getitems__, table.lengths):
+        with pytest.raises(RunFailed, match="has changed while it is being trained on"):
+            asked([39])
+
+
+def test_the_fingerprint_is_of_what_lies_in_the_files(tmp_path: Path):
+    (tmp_path / "copy").mkdir()
+    (tmp_path / "other").mkdir()
+    first = Table(jsonl(ROWS, tmp_path)).fingerprint
+    assert Table(jsonl(ROWS, tmp_path / "copy")).fingerprint == first
+    changed = [{**row, "text": str(row["text"]).replace("39", "93")} for row in ROWS]
+    assert Table(jsonl(changed, tmp_path / "other")).fingerprint != first
+
+
+def test_nothing_is_kept_a_row(tmp_path: Path):
+    table = pa.table({"number": np.arange(1_000_000)})
+    with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table, max_chunksize=1000)
+    tracemalloc.start()
+    began = time.process_time()
+    found = Table(tmp_path / "t.arrow")
+    assert found.__getitems__([999_999, 0]) == [{"number": 999_999}, {"number": 0}]
+    taken = time.process_time() - began
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < 1 << 20 and taken < 0.5
+    assert found.chunk == pytest.approx(1 << 17, rel=0.1)
+
+
+@pytest.fixture
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Everything counts as big, and this is the node's folder for what is kept."""
+    monkeypatch.setattr(turned, "SMALL", 0)
+    monkeypatch.setattr(lines, "BIG", 0)
+    monkeypatch.setattr(lines, "BIG_WHEN_PACKED", 0)
+    folder = tmp_path / "node"
+    cache.use(folder, None)
+    yield folder
+    cache.use(None, None)
+
+
+@pytest.mark.parametrize("write", [parquet, comma, feather, jsonl, packed], ids=lambda write: write.__name__)
+def test_big_tables_are_kept_on_the_node_and_found_again(
+    node: Path, tmp_path: Path, write: Callable[[list[Row], Path], Path], monkeypatch: pytest.MonkeyPatch
+):
+    path = write(ROWS, tmp_path)
+    expected = Table(path).__getitems__([39, 1])
+    assert [row["number"] for row in expected] == [39, 1]
+    kept = sorted(node.iterdir())
+    assert kept and all(each.name.startswith(("t.", "t-", ".")) for each in kept)
+    monkeypatch.setattr(once, "_make", lambda *_: pytest.fail("it is made already"))
+    assert Table(path).__getitems__([39, 1]) == expected
+
+
+def test_what_was_made_of_an_older_file_is_not_used(node: Path, tmp_path: Path):
+    path = parquet(ROWS, tmp_path)
+    assert len(Table(path)) == 40
+    assert len(Table(parquet(ROWS[:7], tmp_path))) == 7
+    assert node.is_dir()
+
+
+def _open(path: Path, made: Path, answer: Any) -> None:
+    def slowly(to: Path) -> None:
+        with made.open("a") as file:
+            file.write("made\n")
+        time.sleep(0.3)
+        turned._write(path, "parquet", None, lambda: pa.OSFile(str(to), "wb"))
+
+    found = once.once(path, "arrow 1 None", slowly)
+    answer.put((str(found), Table(path)[39]["number"]))
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["cache", "temporary"])
+def test_one_of_several_processes_turns_a_table(
+    node: Path, tmp_path: Path, kept: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if not kept:
+        cache.use(None, None)
+        monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path, made = parquet(ROWS, tmp_path), tmp_path / "made"
+    fork = multiprocessing.get_context("fork")
+    answers = fork.Queue()
+    several = [fork.Process(target=_open, args=(path, made, answers)) for _ in range(3)]
+    for each in several:
+        each.start()
+    found = [answers.get(timeout=20) for _ in several]
+    for each in several:
+        each.join(20)
+    assert len(set(found)) == 1 and found[0][1] == 39
+    assert made.read_text() == "made\n"
+    assert Path(found[0][0]).parent == (node if kept else tmp_path / f"meshrun-{os.getuid()}")
+
+
+@pytest.mark.usefixtures("node")
+def test_the_last_to_use_a_temporary_table_removes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cache.use(None, None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(once, "_in_use", {})
+    table = Table(parquet(ROWS, tmp_path))
+    (made,) = (tmp_path / f"meshrun-{os.getuid()}").iterdir()
+    other = os.open(made, os.O_RDONLY)
+    once.fcntl.flock(other, once.fcntl.LOCK_SH)
+    once._leave()
+    assert made.exists()
+    os.close(other)
+    once._leave()
+    assert not made.exists()
+    assert table[3]["number"] == 3, "what is open stays readable"
+
+
+def test_a_maker_that_was_killed_leaves_nothing_that_is_taken_for_a_table(node: Path, tmp_path: Path):
+    path = parquet(ROWS, tmp_path)
+
+    def dies(to: Path) -> None:
+        to.write_bytes(b"half")
+        os._exit(9)
+
+    killed = multiprocessing.get_context("fork").Process(target=once.once, args=(path, "arrow 1 None", dies))
+    killed.start()
+    killed.join(20)
+    assert killed.exitcode == 9 and any(each.name.endswith(".part") for each in node.iterdir())
+    assert Table(path)[39]["number"] == 39
+    assert not any(each.name.endswith(".part") for each in node.iterdir())
+
+
+def test_without_room_on_the_node_a_note_is_told_and_memory_is_used(
+    node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    notes: list[str] = []
+    cache.use(node, None, notes.append)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(pa, "OSFile", full)
+    path = comma(ROWS, tmp_path)
+    assert Table(path)[39]["number"] == 39
+    assert len(notes) == 1 and "t.csv is kept in memory" in notes[0] and "No space left" in notes[0]
+    assert Table(path)[39]["number"] == 39
+    assert len(notes) == 1, "those who come after are not told again"
