@@ -326,6 +326,11 @@ class Trainer:
                 f"the gradient norm is {update.grad_norm} at step {step} while the loss is {update.loss:.6g}; "
                 f"a smaller learning rate may help"
             )
+        if not found and self.reading.skip_bad:
+            return (
+                f"loss is {update.loss} at step {step}: nothing in it counts, as where none of its samples can be read; "
+                f"--on-nan skip goes on without such a step"
+            )
         if not found:
             return f"loss is {update.loss} at step {step}: the counts of all ranks add up to 0"
         rank, pieces = found[0]
