@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import socket
@@ -29,6 +30,7 @@ IN_THREE = RunConfig("x", timeout=600, hang_after=3)
         ({"longest": 4.0}, 40, 3),
         ({"finished": 0}, 600, 600),
         ({"phase": "saving"}, 600, 600),
+        ({"phase": "after"}, math.inf, math.inf),
         ({"phase": "compiling"}, 600, 600),
         ({"phase": "evaluating"}, 600, 600),
         ({"phase": "evaluating", "evaluations": 1, "longest_evaluating": 0.1}, 10, 3),
