@@ -44,7 +44,7 @@ from meshrun.launch.parting import let_go_when_told
 from meshrun.observe.beside import LATE, Beside, told
 from meshrun.observe.board import Board
 from meshrun.observe.events import Event, EventFile, read_events
-from meshrun.observe.failures import FirstFailure, write_traceback
+from meshrun.observe.failures import FirstFailure, of_reader, write_traceback
 from meshrun.observe.hang import Finding
 from meshrun.observe.pulse import Pulse
 from meshrun.observe.report import write_report
@@ -96,14 +96,17 @@ class Recorder:
     def failure(self, error: BaseException, rank: int) -> FirstFailure:
         """Write down why this rank ends: a sentence in the events, the traceback in the log."""
         host, log = socket.gethostname(), self._run.log_of(rank)
-        sentence, lines = str(error), []
+        sentence, lines = str(error), list[str]()
         if not isinstance(error, UserError | RunFailed):
             with log.open("a") as file:
                 write_traceback(error, file)
             step = f" at step {self.step + 1}" if self.step else ""
-            said = missing_of(error) or f"{type(error).__name__}: {str(error).strip() or 'no message'}"
+            said, lines = of_reader(str(error), _NOT_THE_USERS) or (
+                f"{type(error).__name__}: {str(error).strip() or 'no message'}",
+                _last_lines(error),
+            )
+            said = missing_of(error) or said
             sentence = f"rank {rank} on {host} failed{step}: {said}"
-            lines = _last_lines(error)
         by_user, secondary = isinstance(error, UserError), isinstance(error, mesh.PeerLost)
         about = {"rank": rank, "host": host, "step": self.step, "by_user": by_user, "secondary": secondary}
         self("failure", sentence=sentence, lines=lines, **about)

@@ -5,6 +5,7 @@
 
     write_traceback(error, file)                 # into a rank's log, between marks, so that `Follow` can pass it over
     told_in(log.read_text().splitlines())        # what a job's log says of failures, a sentence each
+    of_reader(str(error))                        # of torch's text on an error in a process that reads data, the same
 
 When one rank dies the others fail a moment later, since they wait for it: their errors are consequences. A rank that
 was killed wrote no event, so it comes before those that did; among events the earliest that is no consequence wins.
@@ -105,3 +106,20 @@ def tail(log: Path, lines: int = 8) -> list[str]:
         return log.read_text(errors="replace").splitlines()[-lines:]
     except OSError:
         return []
+
+
+def of_reader(text: str, not_the_users: Sequence[str] = ()) -> tuple[str, list[str]] | None:
+    """What torch says of an error in a process that reads data, as a sentence and the user's lines; None for others.
+
+    torch sends such an error as the text of its traceback.
+    """
+    found = re.match(r"Caught (\S+) in DataLoader worker process \d+\.\nOriginal Traceback[^\n]*\n", text)
+    if found is None:
+        return None
+    # Frames are indented, what follows them is not: the error itself, and the notes on it.
+    said = [line for line in text[found.end() :].splitlines() if line and not line.startswith(" ")]
+    frames = re.findall(r'^  File "(.+)", line (\d+), in (.+)\n +(.+)$', text, re.M)
+    own = [frame for frame in frames if not frame[0].startswith(tuple(not_the_users))] or frames[-1:]
+    first, *notes = said or [found[1]]
+    sentence = first + (f" ({'; '.join(notes)})" if notes else "")
+    return sentence, [f"{file}:{line} in {name}: {code}" for file, line, name, code in own]

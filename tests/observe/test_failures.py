@@ -7,11 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset
 
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.launch.local import Failure
 from meshrun.observe.events import EventFile
-from meshrun.observe.failures import first_failure, tail
+from meshrun.observe.failures import first_failure, of_reader, tail
 
 KILLED = "was killed by SIGKILL"
 TERMINATED = "was killed by SIGTERM"
@@ -118,3 +120,27 @@ def test_log_that_is_no_text_can_still_be_shown(run: RunDirectory):
 )
 def test_end_of_a_process_in_words(code: int, how: str):
     assert Failure(0, code, 0.0).how == how
+
+
+class Rotten(Dataset[int]):
+    def __getitem__(self, number: int) -> int:
+        error = ValueError(f"{number} is rotten")
+        error.add_note(f"while reading sample {number}")
+        raise error
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_an_error_in_a_reader_is_told_in_its_own_words_and_with_the_users_line():
+    with pytest.raises(ValueError, match="Caught ValueError in DataLoader worker") as raised:
+        list(DataLoader(Rotten(), num_workers=1))
+    told = of_reader(str(raised.value), [str(Path(torch.__file__).parent)])
+    assert told is not None
+    sentence, (line,) = told
+    assert sentence == "ValueError: 0 is rotten (while reading sample 0)"
+    assert line.startswith(f"{__file__}:") and line.endswith(" in __getitem__: raise error")
+
+
+def test_other_errors_are_not_a_readers():
+    assert of_reader("it broke") is None
