@@ -93,8 +93,7 @@ class Hdf5(Source):
         self._same_length(len(offsets) - 1)
         mean = max(1, int(offsets[-1] - offsets[0]) // (len(offsets) - 1))
         self.chunk = max(1, NEIGHBOURS // mean)
-        key = f"{self._file.path.resolve()} {self._file.watched.size} {self.group}"
-        self._kept = Kept(key, len(offsets) - 1, self.size, None)
+        self._kept = Kept(f"{self._file.watched.key} {self.group}", len(offsets) - 1, self.size, None)
 
     def __len__(self) -> int:
         return self._rows.count if self._offsets is None else len(self._offsets) - 1

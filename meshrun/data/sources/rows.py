@@ -79,7 +79,7 @@ class Rows:
         self._slots = None
         if self._starts is None:
             self.unit = self.unit if dataset.chunks else max(1, self.unit // 4)
-            key = f"{file.path.resolve()} {file.watched.size} {self.name}"
+            key = f"{file.watched.key} {self.name}"
             self._slots = Slots(key, -(-self.count // self.unit), (self.unit, *self.shape), self.dtype, self._load)
 
     def _checked(self, dataset: Any, starts: Numbers | None) -> Numbers | None:

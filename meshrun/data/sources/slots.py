@@ -25,8 +25,8 @@ from meshrun.data.sources.kept import is_small
 Numbers = NDArray[np.int64]
 Load = Callable[[int, NDArray[Any]], int]
 
-MOST = 256 << 20
-"""Bytes of chunks that are kept where they cannot all be."""
+LEAST, CHUNKS = 256 << 20, 64
+"""Where not all chunks can be kept: so many bytes, and so many chunks, twice what a window has that nobody has sized."""
 WAYS = 8
 """Slots that a chunk may be in: with one only, chunks of a shuffled window would often push each other out."""
 _APART = 0.6180339887
@@ -43,7 +43,8 @@ class Slots:
             self.ways, self.sets = 1, chunks
         else:
             self.ways = WAYS
-            self.sets = max(1, min(MOST, free_memory() // 20) // (self.size * WAYS))
+            wanted = min(max(LEAST, CHUNKS * self.size), free_memory() // 8)
+            self.sets = max(1, wanted // (self.size * WAYS))
         self._map()
 
     def _map(self) -> None:

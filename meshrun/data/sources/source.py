@@ -67,6 +67,8 @@ class Watched:
         found = path.stat()
         self.path, self.size = path, found.st_size
         self._state, self._looked = _state(found), 0.0
+        self.key = f"{path.resolve()} {self._state}"
+        """Names this file in this state: for what is kept of it."""
 
     def check(self, file: int) -> None:
         """RunFailed if the opened file, or what has its name now, is not the one that it was."""
