@@ -38,7 +38,7 @@ from torch import Tensor, nn
 from meshrun import Experiment, Schedule, Stage, Table, UserError, padded, staged, token_cross_entropy
 
 DATA = Path(__file__).parent / "data" / "summaries.jsonl.gz"
-TOKENIZER = DATA.with_name("summaries-bpe.json")
+TOKENIZER = DATA.with_name("summaries.tokenizer.json")
 PAD, END = 0, 1
 """Tokens of every T5: what fills up short texts, and starts summaries; and what ends documents and summaries."""
 
@@ -83,14 +83,14 @@ PRESETS = {
 REHEARSAL = {"preset": "tiny", "corpus": "packages", "document": 32, "weights": None}
 """Options of a model that `meshrun rehearse` trains in no time."""
 
-PLAN = {
-    # Outputs are split over ranks: each has some of the heads, and their biases.
-    "*coder.bias.table": "colwise",
-    "*coder.blocks.*.attention.q": "colwise",
-    "*coder.blocks.*.attention.k": "colwise",
-    "*coder.blocks.*.attention.v": "colwise",
-    "*coder.blocks.*.attention.o": "rowwise",
-}
+
+def plan(shape: Shape) -> dict[str, str]:
+    """How feed-forward networks are split over tensor-parallel ranks: two thirds of the weights of a block.
+
+    Attention stays whole, since all its blocks share one table of distances with a column for each head.
+    """
+    styles = {"up": "colwise", "dropout": "features", "down": "rowwise", **({"gate": "colwise"} if shape.gated else {})}
+    return {f"{stack}.blocks.*.ffn.{name}": styles[name] for stack in ("encoder", "decoder") for name in styles}
 
 
 class Linear(nn.Linear):
@@ -372,7 +372,7 @@ class Pointer(nn.Module):
     def forward(
         self, logits: Tensor, states: Tensor, tokens: Tensor, read: Tensor, document: Tensor, real: Tensor
     ) -> Tensor:
-        """Logarithms of probabilities, which are logits too."""
+        """Logits of both ways together."""
         scores = self.q(states) @ self.k(read).transpose(1, 2) * states.shape[-1] ** -0.5
         place = torch.arange(document.shape[1], device=document.device)
         scores = scores + self.places(bucketed(place, self.places.num_embeddings, self.furthest)).squeeze(-1)
@@ -733,6 +733,7 @@ def experiment(
         steps=600,
         collate=padded(fill=PAD, mask="attention_mask"),
         shuffle="length",
+        tensor_plan=plan(shape) if model == "own" else None,
         after=after,
     )
 
