@@ -26,7 +26,7 @@ Numbers = NDArray[np.int64]
 Load = Callable[[int, NDArray[Any]], int]
 
 LEAST, CHUNKS = 256 << 20, 64
-"""Where not all chunks can be kept: so many bytes, and so many chunks, twice what a window has that nobody has sized."""
+"""Where not all chunks can be kept: so many bytes, and so many chunks, twice those of a window of the usual size."""
 WAYS = 8
 """Slots that a chunk may be in: with one only, chunks of a shuffled window would often push each other out."""
 _APART = 0.6180339887

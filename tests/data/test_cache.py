@@ -1,0 +1,155 @@
+"""What is kept on the node: one copy however many ask, the original where there is no room, memory that all see."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from meshrun.data import cache
+from meshrun.errors import RunFailed
+from tests.data.forked import forked
+
+
+@pytest.fixture
+def places() -> Iterator[list[str]]:
+    """Notes that were told; afterwards, nothing is kept anywhere."""
+    yield []
+    cache.use(None, None)
+
+
+@pytest.fixture
+def original(tmp_path: Path) -> Path:
+    path = tmp_path / "train.h5"
+    path.write_bytes(os.urandom(300_000))
+    return path
+
+
+def test_without_a_folder_the_file_itself_is_read(original: Path):
+    assert cache.cached(original) == original
+
+
+def test_one_copy_however_many_ask_for_it(original: Path, tmp_path: Path, places: list[str]):
+    copies = tmp_path / "node"
+    cache.use(copies, None, places.append)
+    found = forked(4, lambda _number: (str(cache.cached(original)), cache.cached(original).stat().st_ino))
+    assert len(set(found)) == 1
+    copy = Path(found[0][0])
+    assert copy.parent == copies and copy.read_bytes() == original.read_bytes()
+    assert [each.name for each in copies.iterdir() if not each.name.startswith(".")] == [copy.name]
+    assert places == []
+
+
+def test_a_file_that_was_written_anew_is_copied_anew(original: Path, tmp_path: Path, places: list[str]):
+    cache.use(tmp_path / "node", None, places.append)
+    old = cache.cached(original)
+    original.write_bytes(b"other")
+    new = cache.cached(original)
+    assert new.read_bytes() == b"other" and not old.exists()
+
+
+def test_a_disk_that_is_full_is_told_once_and_the_file_itself_read(
+    original: Path, tmp_path: Path, places: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    cache.use(tmp_path / "node", None, places.append)
+    monkeypatch.setattr(cache, "_room", lambda _folder: 1000)
+    assert [cache.cached(original) for _ in range(3)] == [original] * 3
+    assert places == [
+        f"{original} is not copied to {tmp_path / 'node'} but read where it is: "
+        f"0.3 MiB are needed and 0.0 MiB free (--cache)"
+    ]
+
+
+def test_a_disk_that_gets_full_while_copying_leaves_nothing_behind(original: Path, tmp_path: Path, places: list[str]):
+    copies = tmp_path / "node"
+    cache.use(copies, None, places.append)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        assert cache.cached(original) == original
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    (told,) = places
+    assert told.startswith(f"{original} is not copied to {copies} but read where it is: File too large")
+    assert [each.name for each in copies.iterdir() if not each.name.endswith(".lock")] == []
+
+
+def test_a_folder_that_cannot_be_written_to_is_told(original: Path, places: list[str]):
+    cache.use(original / "below", None, places.append)
+    assert cache.cached(original) == original
+    (told,) = places
+    assert "Not a directory" in told and str(original) in told and "(--cache)" in told
+
+
+def test_a_file_that_changes_while_it_is_copied_fails_the_run(
+    original: Path, tmp_path: Path, places: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    cache.use(tmp_path / "node", None, places.append)
+    copy = cache.shutil.copyfile
+
+    def meddled(source: Path, to: Path) -> None:
+        copy(source, to)
+        original.write_bytes(b"more")
+
+    monkeypatch.setattr(cache.shutil, "copyfile", meddled)
+    with pytest.raises(RunFailed, match="has changed while it was being copied"):
+        cache.cached(original)
+
+
+def test_what_a_forked_process_writes_is_seen_here():
+    kept = cache.shared("squares", 64)
+    assert not kept.bytes.any()
+
+    def write(number: int) -> None:
+        kept.bytes[number] = number * number + 1
+
+    forked(2, write)
+    assert kept.bytes[:3].tolist() == [1, 2, 0]
+    assert cache.shared("squares", 64) is kept and cache.shared("cubes", 64) is not kept
+
+
+def test_in_a_folder_of_the_node_all_who_ask_get_the_same_memory(tmp_path: Path, places: list[str]):
+    cache.use(None, tmp_path / "memory", places.append)
+
+    def write(number: int) -> None:
+        cache.shared("ranks", 16).bytes[number] = number + 1
+
+    forked(2, write)
+    assert cache.shared("ranks", 16).bytes[:3].tolist() == [1, 2, 0] and places == []
+
+
+def test_memory_of_the_node_without_room_is_each_ones_own(
+    tmp_path: Path, places: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    cache.use(None, tmp_path / "memory", places.append)
+    monkeypatch.setattr(cache, "_room", lambda _folder: 0)
+    kept = cache.shared("large", 1 << 20)
+    kept.bytes[:] = 1
+    (told,) = places
+    assert told.startswith("ranks of this node keep 1.0 MiB each for themselves")
+
+
+def test_a_place_is_had_by_one_process_at_a_time_and_by_none_that_died():
+    kept = cache.shared("places", 16)
+    with kept.alone(3) as mine:
+        assert mine
+        assert forked(1, lambda _number: _has(kept, 3)) == [False]
+        assert forked(1, lambda _number: _has(kept, 4)) == [True]
+    pid = os.fork()
+    if not pid:
+        kept.alone(3).__enter__()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert _has(kept, 3)
+
+
+def _has(kept: cache.Shared, number: int) -> bool:
+    with kept.alone(number) as mine:
+        return mine
+
+
+def test_free_memory_is_a_number_of_this_machine():
+    assert 1 << 20 < cache.free_memory() < 1 << 50

@@ -1,0 +1,284 @@
+"""HDF5: rows are what h5py gives for the same numbers, however they are stored, and errors are sentences."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from meshrun import Hdf5
+from meshrun.data import cache
+from meshrun.data.sources import rows, slots
+from meshrun.errors import BadSample, RunFailed, UserError
+from tests.data.forked import forked
+
+COUNT = 101
+IMAGES = np.random.default_rng(0).integers(0, 255, (COUNT, 3, 6, 5), dtype=np.uint8)
+LABELS = np.arange(COUNT) % 7
+KINDS: dict[str, dict[str, Any]] = {
+    "contiguous": {},
+    "chunked": {"chunks": (8, 3, 6, 5)},
+    "rows": {"chunks": (1, 3, 6, 5)},
+    "split": {"chunks": (8, 3, 3, 5)},
+    "gzip": {"chunks": (8, 3, 6, 5), "compression": "gzip"},
+    "lzf": {"chunks": (7, 3, 6, 5), "compression": "lzf", "shuffle": True},
+    "checked": {"chunks": (16, 3, 6, 5), "fletcher32": True},
+    "half": {"dtype": "f2"},
+    "double": {"dtype": ">f8"},
+    "words": {"dtype": "u2", "chunks": (9, 3, 6, 5)},
+    "virtual": {},
+    "external": {},
+}
+FROM_THE_FILE = {"contiguous", "chunked", "rows", "half", "double", "words"}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("hdf5") / "all.h5"
+    with h5py.File(path, "w") as file:
+        file.attrs["classes"] = [f"c{number}" for number in range(7)]
+        for kind, options in KINDS.items():
+            group = file.create_group(kind)
+            group["labels"] = LABELS
+            if kind == "virtual":
+                layout = h5py.VirtualLayout(IMAGES.shape, np.uint8)
+                layout[:] = h5py.VirtualSource(file["gzip/images"])
+                group.create_virtual_dataset("images", layout)
+            elif kind == "external":
+                beside = [(str(path.with_suffix(".raw")), 0, IMAGES.nbytes)]
+                group.create_dataset("images", IMAGES.shape, np.uint8, external=beside)[...] = IMAGES
+            else:
+                group.create_dataset("images", data=IMAGES, **options)
+    return path
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_are_those_that_h5py_gives(path: Path, kind: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(slots, "is_small", lambda _size: False)  # few slots: chunks push each other out
+    monkeypatch.setattr(slots, "LEAST", 1)
+    monkeypatch.setattr(slots, "CHUNKS", 8)
+    data = Hdf5(path, kind)
+    assert len(data) == COUNT and data.classes[6] == "c6" and data.chunk > 100
+    assert (data._rows._slots is None) == (kind in FROM_THE_FILE)
+
+    @settings(max_examples=15, deadline=None)
+    @given(st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=60))
+    def same(ids: list[int]) -> None:
+        images, labels = data.batch_of(ids)
+        assert (images.numpy() == IMAGES[ids]).all() and (labels.numpy() == LABELS[ids]).all()
+
+    same()
+    assert (data.batch_of(list(range(COUNT)))[0].numpy() == IMAGES).all()
+    assert (pickle.loads(pickle.dumps(data))[100][0].numpy() == IMAGES[100]).all()
+    wanted = {"half": torch.float16, "double": torch.float32, "words": torch.int32}.get(kind, torch.uint8)
+    assert data[0][0].dtype == wanted and data[0][1].dtype == torch.int64
+    with pytest.raises(IndexError):
+        data[COUNT]
+
+
+def test_a_chunk_is_unpacked_once_for_all_readers(path: Path, monkeypatch: pytest.MonkeyPatch):
+    data = Hdf5(path, "gzip")
+    counted = cache.shared(f"loads {path}", 64)
+    load = data._rows._load
+
+    def counting(unit: int, into: np.ndarray) -> int:
+        counted.bytes[os.getpid() % 64] += 1  # a place for each process: adding is not atomic
+        return load(unit, into)
+
+    monkeypatch.setattr(data._rows._slots, "load", counting)
+    ids = np.random.default_rng(1).permutation(COUNT).tolist()
+    found = forked(2, lambda number: (data.batch_of(ids[number::2])[0].numpy() == IMAGES[ids[number::2]]).all())
+    assert found == [True, True]
+    assert 13 <= counted.bytes.sum() <= 26
+    before = counted.bytes.sum()
+    assert (data.batch_of(ids)[0].numpy() == IMAGES[ids]).all() and counted.bytes.sum() == before
+
+
+def test_readers_who_push_out_each_others_chunks_read_the_right_rows(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(slots, "is_small", lambda _size: False)
+    monkeypatch.setattr(slots, "LEAST", 1)
+    monkeypatch.setattr(slots, "CHUNKS", 2)
+    monkeypatch.setattr(slots, "WAYS", 2)
+    data = Hdf5(path, "gzip")
+    assert (data._rows._slots.ways, data._rows._slots.sets) == (2, 1)
+
+    def read(number: int) -> bool:
+        draw = np.random.default_rng(number)
+        batches = [draw.integers(0, COUNT, 8) for _ in range(60)]
+        return all((data.batch_of(ids.tolist())[0].numpy() == IMAGES[ids]).all() for ids in batches)
+
+    assert forked(3, read) == [True] * 3
+
+
+def test_targets_may_be_numbers_or_arrays_and_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    fields, energy = np.random.default_rng(0).random((20, 4)), np.random.default_rng(1).random((20, 2))
+    with h5py.File(tmp_path / "s.h5", "w") as file:
+        file["fields"], file["energy"] = fields, energy
+    for most in (1 << 20, 0):
+        monkeypatch.setattr("meshrun.data.sources.hdf5.IN_MEMORY", most)
+        data = Hdf5(tmp_path / "s.h5", inputs="fields", targets="energy")
+        inputs, targets = data.batch_of([3, 19])
+        assert inputs.dtype == targets.dtype == torch.float32 and data.classes == []
+        assert np.allclose(inputs, fields[[3, 19]]) and np.allclose(targets, energy[[3, 19]])
+
+
+def test_the_fingerprint_is_that_of_the_data(path: Path, tmp_path: Path):
+    copy = tmp_path / "copy.h5"
+    copy.write_bytes(path.read_bytes())
+    first = Hdf5(path, "contiguous").fingerprint
+    assert first == Hdf5(copy, "contiguous").fingerprint != Hdf5(path, "chunked").fingerprint
+    with h5py.File(copy, "a") as file:
+        file["contiguous/images"][...] = 0
+    assert Hdf5(copy, "contiguous").fingerprint != first
+
+
+def test_the_copy_on_the_node_is_read(path: Path, tmp_path: Path):
+    cache.use(tmp_path / "node", None)
+    try:
+        data = Hdf5(path, "contiguous")
+    finally:
+        cache.use(None, None)
+    assert data._file.path.parent == tmp_path / "node" and (data[4][0].numpy() == IMAGES[4]).all()
+
+
+@pytest.fixture
+def encoded(tmp_path: Path) -> Path:
+    files = []
+    for number in range(5):
+        file = io.BytesIO()
+        Image.new("RGB", (20, 10), (number * 40, 0, 9)).save(file, "PNG")
+        files.append(file.getvalue())
+    files[3] = b"broken"
+    with h5py.File(tmp_path / "e.h5", "w") as file:
+        group = file.create_group("train")
+        group.create_dataset("bytes", data=np.frombuffer(b"".join(files), np.uint8), chunks=(64,))
+        group["offsets"] = np.cumsum([0, *map(len, files)])
+        group["labels"] = np.arange(5) % 2
+        group["names"] = [f"cat/{number}.png" for number in range(5)]
+        group.attrs["classes"] = ["cat", "dog"]
+    return tmp_path / "e.h5"
+
+
+def test_encoded_images_are_decoded_and_bad_ones_named(encoded: Path):
+    data = Hdf5(encoded, "train", size=4)
+    images, labels = data.batch_of([4, 0, 1])
+    assert images[:, 0, 2, 2].tolist() == [160, 0, 40] and labels.tolist() == [0, 0, 1]
+    assert data.classes == ["cat", "dog"] and data.chunk > 1000
+    with pytest.raises(BadSample) as bad:
+        data.batch_of([2, 3])
+    assert str(bad.value) == (
+        f"sample 3 of train ({encoded}: cat/3.png) cannot be read: its 6 bytes are no image that Pillow knows; "
+        f"repair or remove it, or go on without such samples (--skip-bad-samples)"
+    )
+    with pytest.raises(UserError, match=r"/train/bytes holds encoded images, which need a size .*size=224"):
+        Hdf5(encoded, "train")
+
+
+def test_a_chunk_that_cannot_be_unpacked_is_a_bad_sample(path: Path, tmp_path: Path):
+    broken = tmp_path / "broken.h5"
+    broken.write_bytes(path.read_bytes())
+    with h5py.File(broken) as file:
+        where = file["gzip/images"].id.get_chunk_info(2).byte_offset
+    with broken.open("r+b") as raw:
+        raw.seek(where)
+        raw.write(bytes(40))
+    data = Hdf5(broken, "gzip")
+    with pytest.raises(
+        BadSample, match=r"sample 17 of gzip \(.*broken.h5\) cannot be read: /gzip/images cannot be read"
+    ):
+        data.batch_of([1, 17, 30])
+    assert (data[30][0].numpy() == IMAGES[30]).all()
+
+
+def refusal(*arguments: Any, **named: Any) -> str:
+    with pytest.raises(UserError) as refused:
+        Hdf5(*arguments, **named)
+    return str(refused.value)
+
+
+def test_what_is_no_dataset_is_refused_in_a_sentence(path: Path, tmp_path: Path):
+    other = tmp_path / "o.h5"
+    assert refusal(other) == f"HDF5 file {other} does not exist"
+    assert refusal(tmp_path) == f"HDF5 file {tmp_path} is a folder"
+    other.write_bytes(b"no HDF5" * 100)
+    assert refusal(other).startswith(f"{other} is not an HDF5 file")
+    whole = path.read_bytes()
+    other.write_bytes(whole[:9000])
+    assert refusal(other) == f"HDF5 file {other} is truncated: 9000 of {len(whole)} bytes are there; copy it anew"
+    assert refusal(path, "train").startswith(f"HDF5 file {path} has no group 'train'; it has checked, chunked,")
+    assert "has no dataset 'pixels'; it has images, labels (inputs=…" in refusal(path, "gzip", inputs="pixels")
+    assert "has no dataset 'labels'; it has no datasets, and the groups checked," in refusal(path)
+    assert "size is 8 but" in refusal(path, "gzip", size=8) and "arrays of 3 x 6 x 5;" in refusal(path, "gzip", size=8)
+    assert "targets of Hdf5(" in refusal(path, "gzip", targets=None) and "is None; it must be" in refusal(
+        path, targets=None
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: np.array([b"a", b"b"]), "is an array of strings or objects; it must be an array of numbers"),
+        (lambda: np.zeros(2, [("x", "f4"), ("y", "f4")]), "is an array of several fields"),
+        (lambda: np.float32(3), "is a single value"),
+        (lambda: np.zeros(3), "has 3 inputs but 2 targets (labels); there must be one for each"),
+        (lambda: np.zeros((0, 4)), "is empty (shape (0, 4))"),
+    ],
+)
+def test_datasets_of_a_wrong_kind_are_refused(tmp_path: Path, make: Callable[[], Any], says: str):
+    with h5py.File(tmp_path / "w.h5", "w") as file:
+        file["images"], file["labels"] = make(), np.arange(2)
+    assert says in refusal(tmp_path / "w.h5")
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "gzip"])
+@pytest.mark.parametrize("change", ["truncate", "rewrite", "replace", "remove"])
+def test_a_file_that_changes_under_the_run_fails_it(
+    path: Path, tmp_path: Path, kind: str, change: str, monkeypatch: pytest.MonkeyPatch
+):
+    mine = tmp_path / "mine.h5"
+    mine.write_bytes(path.read_bytes())
+    data = Hdf5(mine, kind)
+    data.batch_of([1, 2])
+    monkeypatch.setattr("meshrun.data.sources.source.LOOK_AGAIN", 0.0)
+    if change == "truncate":
+        os.truncate(mine, 5000)
+    elif change == "rewrite":
+        with mine.open("r+b") as file:
+            file.write(b"x")
+        os.utime(mine, ns=(5, 5))
+    elif change == "replace":
+        (tmp_path / "new").write_bytes(b"shorter")
+        (tmp_path / "new").replace(mine)
+    else:
+        mine.unlink()
+    with pytest.raises(RunFailed, match=r"mine.h5 has changed while it is being trained on \("):
+        data.batch_of(list(range(COUNT)))
+
+
+def test_a_file_cut_off_between_looking_and_reading_fails_the_run(path: Path, tmp_path: Path):
+    """Rows are not mapped: reading beyond the end is a sentence, not a signal."""
+    mine = tmp_path / "mine.h5"
+    mine.write_bytes(path.read_bytes())
+    data = Hdf5(mine, "contiguous")
+    os.truncate(mine, 3000)
+    data._file.watched.check = lambda _file: None  # type: ignore[method-assign]
+    with pytest.raises(RunFailed, match=r"mine.h5 has changed"):
+        data.batch_of([COUNT - 1])
+
+
+def test_rows_that_are_not_where_the_library_says_are_read_through_it(path: Path, monkeypatch: pytest.MonkeyPatch):
+    before = rows._starts
+    monkeypatch.setattr(rows, "_starts", lambda *arguments: before(*arguments) + 1)
+    data = Hdf5(path, "contiguous")
+    assert data._rows._slots is not None and (data[50][0].numpy() == IMAGES[50]).all()
