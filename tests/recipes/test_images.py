@@ -249,12 +249,12 @@ def on(layout: str) -> None:
 
 @pytest.mark.ranks(2)
 def test_two_ranks_learn_to_tell_animals_from_plants(tmp_path: Path):
-    """The majority is 0.59; eight epochs reach more than 0.8 with any seed."""
+    """Always saying animal is right for 0.59 of them; the seeds 0 to 4 reach 0.84 to 0.89."""
     on("dp=2")
     found = Trainer(replace(experiment(), epochs=8), weights=tmp_path).train()
     scores = found["eval"]["val"]
     assert scores["count"] == 61
-    assert scores["accuracy"] > MAJORITY + 0.12 and scores["loss"] < 0.6
+    assert scores["accuracy"] > 0.75 > MAJORITY + 0.15 and scores["loss"] < 0.5
 
 
 STEPS = 7
