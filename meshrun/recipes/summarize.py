@@ -74,7 +74,7 @@ class Shape:
 
 
 PRESETS = {
-    "tiny": Shape(4096, 128, 2, 2, heads=4, head_size=32, ffn=256, gated=True, pointer=True, document=96, summary=32),
+    "tiny": Shape(4096, 128, 2, 2, heads=4, head_size=32, ffn=256, gated=True, pointer=True, document=64, summary=32),
     "small": Shape(32_128, 512, 6, 6, heads=8, head_size=64, ffn=2048),
     "base": Shape(32_128, 768, 12, 12, heads=12, head_size=64, ffn=3072),
     "large": Shape(32_128, 1024, 24, 24, heads=16, head_size=64, ffn=4096),
@@ -146,13 +146,15 @@ class T5(nn.Module):
 
     @torch.no_grad()
     def write(self, input_ids: Tensor, attention_mask: Tensor, most: int) -> Tensor:
-        """Summaries (N, up to `most`) of the likeliest token each time; PAD after the END."""
+        """Summaries (N, up to `most`) of the likeliest token each time, but no pair twice; PAD after the END."""
         read = self.encoder(self.embed(input_ids), attention_mask)
         past = [Past() for _ in self.decoder.blocks]
         tokens = input_ids.new_full((len(input_ids), 1), PAD)
         ended = tokens[:, 0] != PAD
         while tokens.shape[1] <= most and not ended.all():
             logits = self.said(tokens, read, input_ids, attention_mask, past)[:, -1]
+            row, place = (tokens[:, :-1] == tokens[:, -1:]).nonzero(as_tuple=True)
+            logits[row, tokens[row, place + 1]] = -math.inf
             following = logits.argmax(-1).masked_fill(ended, PAD)
             tokens, ended = torch.cat([tokens, following[:, None]], 1), ended | (following == END)
         return tokens[:, 1:]
@@ -438,11 +440,10 @@ class TransformersT5(nn.Module):
 
     @torch.no_grad()
     def write(self, input_ids: Tensor, attention_mask: Tensor, most: int) -> Tensor:
-        """Summaries (N, up to `most`) of the likeliest token each time."""
+        """As above."""
         generate: Any = self.model.generate  # type: ignore[misc]
-        found: Tensor = generate(
-            input_ids=input_ids, attention_mask=attention_mask, max_new_tokens=most, num_beams=1, do_sample=False
-        )
+        asked = {"max_new_tokens": most, "num_beams": 1, "do_sample": False, "no_repeat_ngram_size": 2}
+        found: Tensor = generate(input_ids=input_ids, attention_mask=attention_mask, **asked)
         return found[:, 1:]
 
 
@@ -652,13 +653,14 @@ def summarize(model: nn.Module, text: str) -> str:
 
     text: a file, or the document itself
     """
-    path = Path(text)
     try:
-        document = path.read_text() if len(text) < 1000 and path.is_file() else text
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read as text: {error} (--text)") from None
-    if not document.split():
-        raise UserError(f"{text!r} has no words; give a file with a document, or the document itself (--text)")
+        document = Path(text).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{text} cannot be read as text: {error} (--text)") from None
+    except (OSError, ValueError):
+        document = text
+        if len(text.split()) < 2:
+            raise UserError(f"{text!r} is no file, nor words; give a document or a file with one (--text)") from None
     assert isinstance(model, T5 | TransformersT5)
     return written(model, [document], model.words, model.shape)[0]
 
@@ -680,7 +682,7 @@ def experiment(
     corpus: descriptions of packages, which are here, or XSum; auto takes XSum where it is staged
     model: the T5 of this file, or that of the library transformers
     weights: folder with config.json, model.safetensors and tokenizer.json to start from; t5-small is one that is staged
-    document: most tokens of a document; 96 for tiny, else 512, when absent
+    document: most tokens of a document; 64 for tiny, else 512, when absent
     summary: most tokens of a summary; 32 for tiny, else 64, when absent
     lr: highest learning rate; when absent 3e-3 for tiny, and less with the square root of the width
     dropout: share of what is dropped; 0.1 when absent

@@ -8,6 +8,7 @@ import sys
 import typing
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +216,10 @@ def test_writing_with_what_is_kept_is_writing_from_the_start(shape: Shape):
     found = model.write(**given, most=10)
     tokens = torch.full((3, 1), PAD)
     for _ in range(found.shape[1]):
-        following = model(**given, decoder_input_ids=tokens)[:, -1:].argmax(-1)
-        tokens = torch.cat([tokens, following], 1)
+        logits = model(**given, decoder_input_ids=tokens)[:, -1]
+        for n, row in enumerate(tokens.tolist()):
+            logits[n, [b for a, b in pairwise(row) if a == row[-1]]] = -torch.inf
+        tokens = torch.cat([tokens, logits.argmax(-1, keepdim=True)], 1)
     for ours, theirs in zip(found.tolist(), tokens[:, 1:].tolist(), strict=True):
         end = ours.index(END) + 1 if END in ours else len(ours)
         assert ours[:end] == theirs[:end] and not any(ours[end:])
@@ -421,8 +424,8 @@ def test_summaries_are_written_scored_and_shown(capsys: pytest.CaptureFixture[st
     assert together == [written(model, [text], model.words, model.shape)[0] for text in texts], "one by one as together"
     (tmp_path / "document.txt").write_text(texts[0])
     assert summarize(model, str(tmp_path / "document.txt")) == summarize(model, texts[0])
-    with pytest.raises(UserError, match=r"has no words; .*\(--text\)"):
-        summarize(model, "  ")
+    with pytest.raises(UserError, match=r"'nothing.txt' is no file, nor words; .*\(--text\)"):
+        summarize(model, "nothing.txt")
     (tmp_path / "document.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match=r"cannot be read as text.*\(--text\)"):
         summarize(model, str(tmp_path / "document.txt"))
