@@ -248,11 +248,12 @@ def sets_of(images: Path | None, pixels: int) -> tuple[ImageFolder | Hdf5, Image
 def opened(where: Path, split: str, pixels: int) -> ImageFolder | Hdf5:
     if where.is_dir():
         return ImageFolder(where / split, pixels)
-    import h5py
-
     arrays = False
-    with suppress(OSError), h5py.File(where) as file:  # one that cannot be read is told by who reads it
-        arrays = f"{split}/images" in file
+    with suppress(ImportError, OSError):  # what cannot be read is told by who reads it
+        import h5py
+
+        with h5py.File(where) as file:
+            arrays = f"{split}/images" in file
     return Hdf5(where, split, size=None if arrays else pixels)  # arrays stay as large as they were stored
 
 
