@@ -1,5 +1,7 @@
 """Runs `meshrun` as people do, in processes of its own, and reads what it leaves behind.
 
+They are forks of a process that has imported torch (`tests/warm.py`), but for those under another launcher.
+
 ended = meshrun(tmp_path, "run", TINY, "--procs", 2, "--json")
 ended.status, ended.err, ended.document
 """
@@ -7,7 +9,6 @@ ended.status, ended.err, ended.document
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests import warm
 
 PROGRAMS = Path(__file__).parent / "programs"
 TINY = str(PROGRAMS / "tiny.py")
@@ -50,7 +53,7 @@ class Ended:
 def meshrun(folder: Path, *words: object, launcher: Sequence[str] = MODULE) -> Ended:
     """Run the command in that folder to its end."""
     command = [*launcher, *map(str, words)]
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=90, check=False)
+    ran = warm.run(command, cwd=folder, capture_output=True, text=True, timeout=90, check=False)
     return Ended(ran.returncode, ran.stdout, ran.stderr, time.time())
 
 
@@ -59,14 +62,14 @@ def started(folder: Path, *words: object) -> subprocess.Popen[str]:
 
     Where the tests run in the background of a shell they ignore it, which the command would inherit.
     """
-    return subprocess.Popen(
+    return warm.Popen(
         [*MODULE, *map(str, words)],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         process_group=0,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        preexec_fn=warm.hear_ctrl_c,
     )
 
 

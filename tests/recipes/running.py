@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests import warm
+
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 
 
@@ -18,7 +20,7 @@ def run(
     """`meshrun run digits WORDS`, or the same under a launcher, which is a module of Python with its options."""
     mine = {name: value for name, value in os.environ.items() if name not in LAUNCHERS}
     command = [sys.executable, *launcher, "-m", "meshrun", "run", "digits", "--runs", str(folder), *words]
-    return subprocess.run(
+    return warm.run(
         command, cwd=folder, env={**mine, **environment}, capture_output=True, text=True, timeout=110, check=False
     )
 
