@@ -152,8 +152,8 @@ def test_the_copy_on_the_node_is_read(path: Path, tmp_path: Path):
     assert data._file.path.parent == tmp_path / "node" and (data[4][0].numpy() == IMAGES[4]).all()
 
 
-@pytest.fixture
-def encoded(tmp_path: Path) -> Path:
+@pytest.fixture(params=[{}, {"chunks": (64,)}, {"chunks": (50,), "compression": "gzip"}], ids=["whole", "cut", "gzip"])
+def encoded(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     files = []
     for number in range(5):
         file = io.BytesIO()
@@ -162,7 +162,7 @@ def encoded(tmp_path: Path) -> Path:
     files[3] = b"broken"
     with h5py.File(tmp_path / "e.h5", "w") as file:
         group = file.create_group("train")
-        group.create_dataset("bytes", data=np.frombuffer(b"".join(files), np.uint8), chunks=(64,))
+        group.create_dataset("bytes", data=np.frombuffer(b"".join(files), np.uint8), **request.param)
         group["offsets"] = np.cumsum([0, *map(len, files)])
         group["labels"] = np.arange(5) % 2
         group["names"] = [f"cat/{number}.png" for number in range(5)]

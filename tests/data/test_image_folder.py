@@ -168,8 +168,9 @@ def test_samples_are_numbered_by_class_and_name(tmp_path: Path):
     assert images[1, :, 3, 3].tolist() == [20, 180, 30] and torch.equal(images[0], images[2])
     image, label = data[1]
     assert image[:, 0, 0].tolist() == [10, 190, 30] and label == 0
-    with pytest.raises(IndexError):
-        data[5]
+    for number in (5, -1):
+        with pytest.raises(IndexError, match=f"no sample {number}: they are numbered from 0 to 4"):
+            data[number]
     assert len(data.__getitems__([1, 2])) == 2
 
 

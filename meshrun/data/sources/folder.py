@@ -25,7 +25,7 @@ from torch import Tensor
 from meshrun.data.cache import fence, note, shared
 from meshrun.data.sources import pictures
 from meshrun.data.sources.kept import Kept
-from meshrun.data.sources.source import Source, bad_sample, changed, empty
+from meshrun.data.sources.source import Source, bad_sample, changed, empty, inside
 from meshrun.errors import RunFailed, UserError
 
 _SUFFIXES = frozenset(os.fsencode(each) for each in pictures.SUFFIXES)
@@ -67,9 +67,10 @@ class ImageFolder(Source):
 
     def batch_of(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """The images of these numbers, (N, 3, size, size), and their classes."""
+        numbers = inside(ids, len(self))
         images = empty((len(ids), 3, self.size, self.size), torch.uint8)
-        self._kept.take(ids, images, self._decode)
-        return images, torch.from_numpy(np.searchsorted(self._starts, ids, side="right") - 1)
+        self._kept.take(numbers, images, self._decode)
+        return images, torch.from_numpy(np.searchsorted(self._starts, numbers, side="right") - 1)
 
     def _decode(self, number: int, into: Tensor) -> None:
         data = self._read(number)
@@ -134,8 +135,6 @@ class Names(Sequence[str]):
 
     def raw(self, number: int) -> bytes:
         """One name, as the file system has it."""
-        if not 0 <= number < len(self._ends):
-            raise IndexError(f"sample {number} of {len(self._ends)}")
         return self._all[int(self._ends[number - 1]) if number else 0 : int(self._ends[number])]
 
     @overload
@@ -147,7 +146,7 @@ class Names(Sequence[str]):
     def __getitem__(self, number: int | slice) -> str | list[str]:
         if isinstance(number, slice):
             return [self[each] for each in range(*number.indices(len(self)))]
-        return os.fsdecode(self.raw(number + len(self) if number < 0 else number))
+        return os.fsdecode(self.raw(range(len(self))[number]))
 
 
 def _classes(folder: Path) -> list[tuple[bytes, list[bytes], int]]:

@@ -24,7 +24,7 @@ from meshrun.data.cache import cached
 from meshrun.data.sources import pictures
 from meshrun.data.sources.kept import Kept
 from meshrun.data.sources.rows import NEIGHBOURS, H5File, Rows
-from meshrun.data.sources.source import Source, bad_sample, empty
+from meshrun.data.sources.source import Source, bad_sample, empty, inside
 from meshrun.errors import UserError
 
 IN_MEMORY = 64 << 20
@@ -100,16 +100,14 @@ class Hdf5(Source):
 
     def batch_of(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """The inputs and the targets of these numbers."""
-        numbers = np.asarray(ids, dtype=np.int64)
-        if len(numbers) and (numbers.min() < 0 or numbers.max() >= len(self)):
-            raise IndexError(f"sample {numbers.max()} of {len(self)}")
+        numbers = inside(ids, len(self))
         if self._offsets is None:
             inputs = self._taken(self._rows, numbers, _native(self._rows.dtype))
         else:
             assert self.size is not None
             self._file.check()
             inputs = empty((len(ids), 3, self.size, self.size), torch.uint8)
-            self._kept.take(ids, inputs, self._decode)
+            self._kept.take(numbers, inputs, self._decode)
         if isinstance(self._targets, Rows):
             return inputs, self._taken(self._targets, numbers, _of_targets(self._targets.dtype))
         return inputs, torch.from_numpy(self._targets[numbers])

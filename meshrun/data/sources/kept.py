@@ -1,7 +1,7 @@
 """Decoded pictures of a small set, kept in memory that all readers share: each is decoded once.
 
 kept = Kept("photos", count=155, size=224, keep=None)     # None: when the set is small
-kept.take([3, 1], pixels, decode)                          # decode(number, into) where there is nothing yet
+kept.take(np.array([3, 1]), pixels, decode)                          # decode(number, into) where there is nothing yet
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrun.data.cache import fence, free_memory, shared
@@ -38,13 +39,12 @@ class Kept:
             self._pixels = self._memory.bytes[:pixels].reshape(self.count, 3, self.size, self.size)
             self._there = self._memory.bytes[pixels:]
 
-    def take(self, ids: list[int], into: Tensor, decode: Callable[[int, Tensor], None]) -> None:
+    def take(self, wanted: NDArray[np.int64], into: Tensor, decode: Callable[[int, Tensor], None]) -> None:
         """The pictures of these numbers, in order."""
         if not self.on:
-            for place in np.argsort(ids).tolist():  # in the order in which they lie in their file, if it is one
-                decode(ids[place], into[place])
+            for place in np.argsort(wanted).tolist():  # in the order in which they lie in their file, if it is one
+                decode(int(wanted[place]), into[place])
             return
-        wanted = np.asarray(ids)
         for number in np.unique(wanted[self._there[wanted] == 0]).tolist():
             decode(number, torch.from_numpy(self._pixels[number]))
             fence()  # nobody sees the flag before the picture; two who decode the same write the same

@@ -110,9 +110,20 @@ class Rows:
             into[again] = into[first[inverse[again]]]
 
     def span(self, start: int, stop: int) -> bytes:
-        """Neighbouring rows as bytes."""
+        """Neighbouring rows as bytes. The file is not checked: whoever asks for many does that once."""
         into = np.empty((stop - start, *self.shape), self.dtype)
-        self.take(np.arange(start, stop), into)
+        if self._slots is not None:
+            self._slots.span(start, stop, into)
+            return into.tobytes()
+        assert self._starts is not None
+        view, row = memoryview(into.reshape(-1).view(np.uint8).data), start
+        while row < stop:
+            unit, inside = divmod(row, self.unit)
+            many = min(stop - row, self.unit - inside)
+            begin = (row - start) * self.size
+            offset = int(self._starts[unit]) + inside * self.size
+            self._fill(self.file.descriptor(), view[begin : begin + many * self.size], offset)
+            row += many
         return into.tobytes()
 
     def _take_from_file(self, unique: Numbers, into: NDArray[Any], places: Numbers | None = None) -> None:

@@ -23,6 +23,9 @@ from meshrun.data.cache import fence, free_memory, shared
 from meshrun.data.sources.kept import is_small
 
 Numbers = NDArray[np.int64]
+Places = Numbers | slice
+Wanted = tuple[int, Places, Places]
+"""A chunk's number, rows of it, and where they go."""
 Load = Callable[[int, NDArray[Any]], int]
 
 LEAST, CHUNKS = 256 << 20, 64
@@ -49,10 +52,12 @@ class Slots:
 
     def _map(self) -> None:
         count = self.ways * self.sets
-        self._memory = shared(f"slots {self.key} {self.shape} {self.dtype}", 16 * count + self.size * count)
-        numbers = self._memory.bytes[: 16 * count].view(np.int64).reshape(2, self.sets, self.ways)
-        self._chunks, self._used = numbers  # the chunk's number from 1, and when it was last asked for
-        data = self._memory.bytes[16 * count :].view(self.dtype)
+        head = 32 * count  # three numbers a slot; a fourth keeps what follows on a boundary that suits any type
+        self._memory = shared(f"slots {self.key} {self.shape} {self.dtype}", head + self.size * count)
+        numbers = self._memory.bytes[: 24 * count].view(np.int64).reshape(3, self.sets, self.ways)
+        # The chunk's number from 1, when it was last asked for, and how often the slot has been filled.
+        self._chunks, self._used, self._fillings = numbers
+        data = self._memory.bytes[head:].view(self.dtype)
         self._data = data.reshape(self.sets, self.ways, *self.shape)
 
     def take(self, numbers: Numbers, places: Numbers, into: NDArray[Any]) -> None:
@@ -60,35 +65,53 @@ class Slots:
         rows = self.shape[0]
         units = numbers // rows
         edges = [0, *(np.flatnonzero(np.diff(units)) + 1).tolist(), len(units)]
-        wanted = [
-            (int(units[start]), numbers[start:stop] - units[start] * rows, places[start:stop])
-            for start, stop in itertools.pairwise(edges)
-        ]
+        self._gather(
+            [
+                (int(units[start]), numbers[start:stop] - units[start] * rows, places[start:stop])
+                for start, stop in itertools.pairwise(edges)
+            ],
+            into,
+        )
+
+    def span(self, start: int, stop: int, into: NDArray[Any]) -> None:
+        """Copies all rows from `start` up to `stop`."""
+        rows = self.shape[0]
+        wanted: list[Wanted] = []
+        for unit in range(start // rows, -(-stop // rows)):
+            first, last = max(start, unit * rows), min(stop, (unit + 1) * rows)
+            wanted.append((unit, slice(first - unit * rows, last - unit * rows), slice(first - start, last - start)))
+        self._gather(wanted, into)
+
+    def _gather(self, wanted: list[Wanted], into: NDArray[Any]) -> None:
         missing = [each for each in wanted if not self._copy(*each, into)]
         begin = int(os.getpid() * _APART % 1 * len(missing))
         for each in missing[begin:] + missing[:begin]:
             if not self._copy(*each, into):
                 self._unpack(*each, into)
 
-    def _copy(self, unit: int, rows: Numbers, places: Numbers, into: NDArray[Any]) -> bool:
+    def _copy(self, unit: int, rows: Places, places: Places, into: NDArray[Any]) -> bool:
         """Whether the chunk is there, and was all the time while its rows were copied."""
         group = unit % self.sets
         there = self._chunks[group].tolist()
         if unit + 1 not in there:
             return False
         way = there.index(unit + 1)
+        filling = self._fillings[group, way]
         fence()
         _copy_rows(self._data[group, way], rows, places, into)
         fence()
+        if self._chunks[group, way] != unit + 1 or self._fillings[group, way] != filling:
+            return False
         self._used[group, way] = time.monotonic_ns()
-        return bool(self._chunks[group, way] == unit + 1)
+        return True
 
-    def _unpack(self, unit: int, rows: Numbers, places: Numbers, into: NDArray[Any]) -> None:
+    def _unpack(self, unit: int, rows: Places, places: Places, into: NDArray[Any]) -> None:
         group = unit % self.sets
         way = int(np.argmin(np.where(self._chunks[group] == 0, -1, self._used[group])))
         with self._memory.alone(group * self.ways + way) as mine:
             if mine:
                 self._chunks[group, way] = 0
+                self._fillings[group, way] += 1
                 fence()
                 chunk = self._data[group, way]
                 self.load(unit, chunk)
@@ -100,15 +123,17 @@ class Slots:
             _copy_rows(chunk, rows, places, into)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: value for name, value in self.__dict__.items() if name not in ("_memory", "_chunks", "_used", "_data")
-        }
+        mapped = ("_memory", "_chunks", "_used", "_fillings", "_data")
+        return {name: value for name, value in self.__dict__.items() if name not in mapped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._map()
 
 
-def _copy_rows(chunk: NDArray[Any], rows: Numbers, places: Numbers, into: NDArray[Any]) -> None:
+def _copy_rows(chunk: NDArray[Any], rows: Places, places: Places, into: NDArray[Any]) -> None:
+    if isinstance(rows, slice) or isinstance(places, slice):
+        into[places] = chunk[rows]
+        return
     for row, place in zip(rows.tolist(), places.tolist(), strict=True):
         into[place] = chunk[row]

@@ -17,7 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
@@ -106,6 +108,15 @@ def bad_sample(number: int, source: str, file: str, why: str) -> BadSample:
         f"sample {number} of {source} ({file}) cannot be read: {why}; "
         f"repair or remove it, or go on without such samples (--skip-bad-samples)"
     )
+
+
+def inside(ids: list[int], length: int) -> NDArray[np.int64]:
+    """The numbers as an array; IndexError if one of them is no sample's."""
+    numbers = np.asarray(ids, dtype=np.int64)
+    if len(numbers) and (numbers.min() < 0 or numbers.max() >= length):
+        wrong = next(each for each in ids if not 0 <= each < length)
+        raise IndexError(f"there is no sample {wrong}: they are numbered from 0 to {length - 1}")
+    return numbers
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
