@@ -25,8 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -200,9 +199,10 @@ def free_memory() -> int:
 class Shared:
     """Memory that several processes see: `bytes`, an array of bytes that begins as zeros."""
 
-    def __init__(self, file: BinaryIO, size: int) -> None:
+    def __init__(self, file: int, size: int) -> None:
         self.file = file
-        self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(file.fileno(), size), dtype=np.uint8)
+        self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(file, size), dtype=np.uint8)
+        finalize(self, os.close, file)
 
     @contextlib.contextmanager
     def alone(self, number: int) -> Iterator[bool]:
@@ -233,20 +233,22 @@ def shared(key: str, size: int) -> Shared:
     name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{size}"
     found = _held.get(name)
     if found is None:
-        found = _held[name] = Shared(_of_the_node(name, size) or _of_this_process(size), size)
+        of_node = _of_the_node(name, size)
+        found = _held[name] = Shared(_of_this_process(size) if of_node is None else of_node, size)
     return found
 
 
-def _of_this_process(size: int) -> BinaryIO:
+def _of_this_process(size: int) -> int:
     if sys.platform == "linux":
-        file: BinaryIO = os.fdopen(os.memfd_create("meshrun"), "r+b", buffering=0)
+        file = os.memfd_create("meshrun")
     else:
-        file = tempfile.TemporaryFile(buffering=0)  # type: ignore[assignment] # noqa: SIM115 - lives as long as its memory
-    file.truncate(max(1, size))
+        with tempfile.TemporaryFile() as temporary:
+            file = os.dup(temporary.fileno())
+    os.ftruncate(file, max(1, size))
     return file
 
 
-def _of_the_node(name: str, size: int) -> BinaryIO | None:
+def _of_the_node(name: str, size: int) -> int | None:
     folder = _places.memory
     if folder is None:
         return None
@@ -255,8 +257,12 @@ def _of_the_node(name: str, size: int) -> BinaryIO | None:
         path = folder / f"{name}.shared"
         if not _is_whole(path, size) and _room(folder) < size + MARGIN:
             raise OSError(errno.ENOSPC, f"{_readable(size)} are needed and {_readable(_room(folder))} free")
-        file: BinaryIO = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b", buffering=0)
-        os.posix_fallocate(file.fileno(), 0, max(1, size))
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, max(1, size))
+        except OSError:
+            os.close(file)
+            raise
         return file
     except OSError as error:
         note(

@@ -1,7 +1,7 @@
 """Decoded pictures of a small set, kept in memory that all readers share: each is decoded once.
 
 kept = Kept("photos", count=155, size=224, keep=None)     # None: when the set is small
-kept.take(np.array([3, 1]), pixels, decode)                          # decode(number, into) where there is nothing yet
+kept.take(np.array([3, 1]), pixels, decode)      # decode(number, into) where there is nothing yet
 """
 
 from __future__ import annotations

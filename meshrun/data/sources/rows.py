@@ -15,9 +15,9 @@ from __future__ import annotations
 import importlib
 import os
 import re
-from functools import partial
 from pathlib import Path
 from typing import Any
+from weakref import finalize
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,8 +41,16 @@ class H5File:
         if not path.is_file():
             raise UserError(f"HDF5 file {path} {'is a folder' if path.is_dir() else 'does not exist'}")
         self.path, self.watched = path, Watched(path)
-        self.descriptor: OncePerProcess[int] = OncePerProcess(partial(os.open, path, os.O_RDONLY | os.O_CLOEXEC))
+        self.descriptor: OncePerProcess[int] = OncePerProcess(self._descriptor)
         self.library: OncePerProcess[Any] = OncePerProcess(self.opened)
+
+    def _descriptor(self) -> int:
+        try:
+            found = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise RunFailed(changed(self.path, error.strerror or str(error))) from None
+        finalize(self, os.close, found)
+        return found
 
     def opened(self) -> Any:
         """The file as h5py has it, for reading, without the locks that parallel file systems often lack."""
