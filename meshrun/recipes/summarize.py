@@ -42,6 +42,9 @@ TOKENIZER = DATA.with_name("summaries.tokenizer.json")
 PAD, END = 0, 1
 """Tokens of every T5: what fills up short texts, and starts summaries; and what ends documents and summaries."""
 
+BEAMS = 4
+"""Beginnings of a summary that are followed: the likeliest token each time is often none of the likeliest summary."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -145,19 +148,35 @@ class T5(nn.Module):
         return logits if self.pointer is None else self.pointer(logits, states, tokens, read, document, real)
 
     @torch.no_grad()
-    def write(self, input_ids: Tensor, attention_mask: Tensor, most: int) -> Tensor:
-        """Summaries (N, up to `most`) of the likeliest token each time, but no pair twice; PAD after the END."""
+    def write(self, input_ids: Tensor, attention_mask: Tensor, most: int, beams: int = BEAMS) -> Tensor:
+        """Summaries (N, up to `most`) with no pair of tokens twice; PAD after the END.
+
+        Of each the `beams` likeliest beginnings are followed; means of tokens count, since sums favour short ones.
+        """
         read = self.encoder(self.embed(input_ids), attention_mask)
+        read, document, real = (each.repeat_interleave(beams, 0) for each in (read, input_ids, attention_mask))
         past = [Past() for _ in self.decoder.blocks]
-        tokens = input_ids.new_full((len(input_ids), 1), PAD)
-        ended = tokens[:, 0] != PAD
+        tokens = input_ids.new_full((len(document), 1), PAD)
+        sums = read.new_zeros(len(input_ids), beams)
+        sums[:, 1:] = -math.inf  # they all begin alike
+        lengths, ended = torch.zeros_like(sums), torch.zeros_like(sums, dtype=torch.bool)
+        first = beams * torch.arange(len(input_ids), device=tokens.device)[:, None]
         while tokens.shape[1] <= most and not ended.all():
-            logits = self.said(tokens, read, input_ids, attention_mask, past)[:, -1]
+            found = self.said(tokens, read, document, real, past)[:, -1].log_softmax(-1)
             row, place = (tokens[:, :-1] == tokens[:, -1:]).nonzero(as_tuple=True)
-            logits[row, tokens[row, place + 1]] = -math.inf
-            following = logits.argmax(-1).masked_fill(ended, PAD)
-            tokens, ended = torch.cat([tokens, following[:, None]], 1), ended | (following == END)
-        return tokens[:, 1:]
+            found[row, tokens[row, place + 1]] = -math.inf
+            found[ended.flatten()] = -math.inf
+            found[ended.flatten(), PAD] = 0.0  # what has ended stays as it is
+            totals, lengths = sums[..., None] + found.view(*sums.shape, -1), lengths + ~ended
+            best = (totals / lengths[..., None]).flatten(1).topk(beams).indices
+            beam, token = best // found.shape[-1], best % found.shape[-1]
+            sums, lengths = totals.flatten(1).gather(1, best), lengths.gather(1, beam)
+            ended = ended.gather(1, beam) | (token == END)
+            chosen = (first + beam).flatten()
+            tokens = torch.cat([tokens[chosen], token.view(-1, 1)], 1)
+            for each in past:
+                each.keep(chosen)
+        return tokens[::beams, 1:]
 
 
 class Encoder(nn.Module):
@@ -268,6 +287,11 @@ class Past:
             new = tuple(torch.cat(each, 2) for each in zip(self.own, new, strict=True))
         self.own = new
         return new
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these summaries, of which each is of the same document as the one in whose place it stands."""
+        assert self.own is not None
+        self.own = tuple(each[rows] for each in self.own)
 
 
 class Attention(nn.Module):
@@ -439,10 +463,10 @@ class TransformersT5(nn.Module):
         return logits
 
     @torch.no_grad()
-    def write(self, input_ids: Tensor, attention_mask: Tensor, most: int) -> Tensor:
-        """As above."""
+    def write(self, input_ids: Tensor, attention_mask: Tensor, most: int, beams: int = BEAMS) -> Tensor:
+        """As above, but that what has ended takes no beam's place."""
         generate: Any = self.model.generate  # type: ignore[misc]
-        asked = {"max_new_tokens": most, "num_beams": 1, "do_sample": False, "no_repeat_ngram_size": 2}
+        asked = {"max_new_tokens": most, "num_beams": beams, "do_sample": False, "no_repeat_ngram_size": 2}
         found: Tensor = generate(input_ids=input_ids, attention_mask=attention_mask, **asked)
         return found[:, 1:]
 
@@ -627,7 +651,7 @@ def _writer(model: nn.Module) -> Callable[[Tensor, Tensor, int], Tensor]:
     return model.write
 
 
-def judged(model: nn.Module, data: Mapping[str, Pairs], documents: int = 300, shown: int = 5) -> dict[str, Any]:
+def judged(model: nn.Module, data: Mapping[str, Pairs], documents: int = 600, shown: int = 5) -> dict[str, Any]:
     """Write summaries of test documents, show some, and score them beside what needs no model."""
     test, bar = data["test"], bars(data)
     rows = test.texts(np.linspace(0, len(test), min(documents, len(test)), endpoint=False, dtype=np.int64).tolist())

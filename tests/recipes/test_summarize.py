@@ -8,7 +8,7 @@ import sys
 import typing
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -119,8 +119,8 @@ def test_transformers_writes_the_same_summaries(tmp_path: Path):
     ours = drawn(SMALL)
     theirs = TransformersT5(SMALL, kept(ours, tmp_path)).eval()
     given = {name: each for name, each in inputs(n=6).items() if name != "decoder_input_ids"}
-    found = ours.write(**given, most=9)
-    assert found.shape == (6, 9) and torch.equal(found, theirs.write(**given, most=9))
+    found = ours.write(**given, most=9, beams=1)
+    assert found.shape == (6, 9) and torch.equal(found, theirs.write(**given, most=9, beams=1))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -213,7 +213,7 @@ def test_no_token_of_a_summary_sees_those_after_it(shape: Shape):
 def test_writing_with_what_is_kept_is_writing_from_the_start(shape: Shape):
     model = drawn(shape)
     given = {name: each for name, each in inputs().items() if name != "decoder_input_ids"}
-    found = model.write(**given, most=10)
+    found = model.write(**given, most=10, beams=1)
     tokens = torch.full((3, 1), PAD)
     for _ in range(found.shape[1]):
         logits = model(**given, decoder_input_ids=tokens)[:, -1]
@@ -223,6 +223,29 @@ def test_writing_with_what_is_kept_is_writing_from_the_start(shape: Shape):
     for ours, theirs in zip(found.tolist(), tokens[:, 1:].tolist(), strict=True):
         end = ours.index(END) + 1 if END in ours else len(ours)
         assert ours[:end] == theirs[:end] and not any(ours[end:])
+
+
+def test_with_beams_enough_the_likeliest_of_all_summaries_is_written():
+    """Of a vocabulary of five and up to three tokens; what counts is the mean logarithm of a token."""
+    model = drawn(replace(SMALL, vocabulary=5))
+    given = {"input_ids": torch.tensor([[2, 3, 4, 1], [4, 1, 0, 0]])}
+    given["attention_mask"] = given["input_ids"] != PAD
+    ended = [(*start, END) for k in (0, 1, 2) for start in product((0, 2, 3, 4), repeat=k)]
+    texts = [text for text in (*ended, *product((0, 2, 3, 4), repeat=3)) if no_pair_twice(text)]
+    for n, found in enumerate(model.write(**given, most=3, beams=40).tolist()):
+        one = {name: each[n : n + 1] for name, each in given.items()}
+        costs = {}
+        for text in texts:
+            before = torch.tensor([[PAD, *text[:-1]]])
+            chances = model(**one, decoder_input_ids=before).log_softmax(-1)[0]
+            costs[text] = -float(chances[range(len(text)), text].mean().detach())
+        best = min(costs, key=costs.__getitem__)
+        assert (*best, *[PAD] * (3 - len(best))) == (*found, *[PAD] * (3 - len(found)))
+
+
+def no_pair_twice(text: tuple[int, ...]) -> bool:
+    pairs = list(pairwise((PAD, *text)))
+    return len(set(pairs)) == len(pairs)
 
 
 def test_a_pointer_copies_what_follows_in_the_document():
