@@ -28,6 +28,7 @@ from meshrun.launch.head import Outcome
 from meshrun.launch.nodes import Blind, Hub, Unfit
 from meshrun.world import World, detect
 from meshrun.world.rendezvous import lookup, publish
+from tests import warm
 from tests.launch.command import TINY, events, meshrun, wait_until
 from tests.launch.test_local import free_port
 
@@ -54,7 +55,7 @@ class Tasks:
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, node: int, *words: object, folder: Path | None = None) -> subprocess.Popen[str]:
-        task = subprocess.Popen(
+        task = warm.Popen(
             [sys.executable, "-m", "meshrun", *map(str, words)],
             cwd=folder or self.folder,
             env={**os.environ, **of_task(node, self.job)},

@@ -24,6 +24,7 @@ from meshrun.train.ending import Ending, Signals
 from meshrun.train.interval import Every
 from meshrun.train.loop import Stopped, Trainer
 from meshrun.train.recovery import Keeping
+from tests import warm
 from tests.launch.command import MODULE, Ended, events, meshrun, wait_until
 from tests.launch.test_other_launchers import HYDRA, OPENMPI, TORCHRUN
 from tests.train.small import points, small
@@ -68,7 +69,7 @@ class Course:
     def _start(self, *words: object, **environment: str) -> None:
         self.began.append(time.time())
         self.processes.append(
-            subprocess.Popen(
+            warm.Popen(
                 list(map(str, words)),
                 cwd=self.folder,
                 env={**os.environ, **environment},
