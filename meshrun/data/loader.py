@@ -145,6 +145,8 @@ def evaluation_batches(
         piece = list(mine[start : start + size])
         short = min(size, most - start) - len(piece) if reading.cut.equal else int(not piece)
         pieces.append(Wanted(piece + [piece[-1] if piece else 0] * short, len(piece), reading.cut.equal))
+    # Readers are forked for every evaluation, and one without a batch of its own would be for nothing.
+    reading = replace(reading, workers=min(reading.workers, len(pieces)))
     return _evaluated(pieces, _read(dataset, iter(pieces), reading))
 
 

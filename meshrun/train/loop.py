@@ -328,7 +328,7 @@ class Trainer:
             )
         if not found and self.reading.skip_bad:
             return (
-                f"loss is {update.loss} at step {step}: nothing in it counts, as where none of its samples can be read; "
+                f"loss is {update.loss} at step {step}: nothing in it counts, as where no sample of it can be read; "
                 f"--on-nan skip goes on without such a step"
             )
         if not found:
@@ -394,5 +394,5 @@ def _workers(here: Here, data: MapDataset) -> int:
     # Ranks are bound to cores of their own, but by nobody to their share of what a container may use.
     bound = len(granted()) / (local if here.world.source == "none" else 1)
     cores = int(min(bound, (quota() or math.inf) / local))
-    light = bool(getattr(data, "light", isinstance(data, TensorDataset)))
+    light = bool(getattr(data, "light", isinstance(data, TensorDataset | Tensor | list | tuple)))  # it is all in memory
     return readers_of_a_rank(cores, torch.get_num_threads(), here.device.type == "cuda", light)

@@ -92,7 +92,8 @@ def test_an_error_of_the_thread_comes_after_the_batches_before_it():
 
 def test_who_ends_early_ends_the_thread_and_closes_what_was_read():
     closed: list[bool] = []
-    items = fed(numbers(100, [], closed), Road(), move)
+    source = numbers(100, [], closed)  # which others may hold as well
+    items = fed(source, Road(), move)
     next(items)
     (thread,) = [each for each in threading.enumerate() if each.name == "feed"]
     items.close()
