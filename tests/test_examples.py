@@ -2,18 +2,19 @@
 
 import difflib
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
 
 
 def printed(words: list[str], folder: Path) -> list[str]:
-    done = subprocess.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=100)
+    done = warm.run([sys.executable, *words], cwd=folder, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     return re.findall(r"epoch \d: loss [\d.]+", done.stdout)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -23,6 +22,7 @@ from meshrun.cli.main import main
 from meshrun.cli.target import find
 from meshrun.config import RunDirectory
 from meshrun.observe.events import EventFile
+from tests import warm
 
 PROGRAMS = Path(__file__).parent / "programs"
 OF_ALL_SORTS = (
@@ -34,7 +34,7 @@ OF_ALL_SORTS = (
 def chaos(*words: object) -> tuple[int, dict[str, Any], str]:
     command = [sys.executable, "-m", "meshrun", "chaos", *map(str, words), "--json"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
+    ran = warm.run(command, capture_output=True, text=True, timeout=110, check=False, env=environment)
     assert ran.stdout, ran.stderr
     return ran.returncode, json.loads(ran.stdout), ran.stderr
 

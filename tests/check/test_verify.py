@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from meshrun.check.probe import LARGEST, WEIGHTS, Found, Probing, probe
 from meshrun.check.verify import Allowed, Measured, Verdict, allow, judge, measure, weight_differences
 from meshrun.layout import parse
 from meshrun.parallel.build import How
+from tests import warm
 from tests.launch.command import MODULE, Ended
 from tests.ranks import run_on_ranks
 
@@ -240,7 +240,7 @@ def verify(folder: Path, program: str, *words: object) -> Ended:
     """As people call it; with patience, for it starts several trainings on a machine that may be busy."""
     file, _, function = program.partition(":")
     command = [*MODULE, "verify", f"{PROGRAMS / file}.py:{function}", *map(str, words)]
-    ran = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=290, check=False)
+    ran = warm.run(command, cwd=folder, capture_output=True, text=True, timeout=290, check=False)
     return Ended(ran.returncode, ran.stdout, ran.stderr)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
 import sys
 from collections import namedtuple
 from pathlib import Path
@@ -22,6 +21,7 @@ from meshrun.data.order import slice_of
 from meshrun.layout import parse
 from meshrun.train.own import Sharded
 from meshrun.world import World
+from tests import warm
 from tests.train.small import points, small_net, start_on_cpu
 
 ROOT = Path(__file__).parents[2]
@@ -300,7 +300,7 @@ save0(model.state_dict(), "model.pt")
 def run_script(folder: Path, *command: str) -> list[float]:
     folder.mkdir()
     (folder / "train.py").write_text(SCRIPT)
-    run = subprocess.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=90)
+    run = warm.run([sys.executable, *command], cwd=folder, capture_output=True, text=True, timeout=90)
     assert run.returncode == 0, run.stderr
     return [float(line) for line in run.stdout.split()]
 
