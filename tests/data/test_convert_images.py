@@ -62,6 +62,10 @@ def test_the_file_holds_what_the_folder_holds(folder: Path, tmp_path: Path, opti
     assert Hdf5(dest, "val", size=size).batch_of([0, 3])[1].tolist() == [1, 1]  # numbered as in train
     with h5py.File(dest, locking=False) as file:
         assert [each.decode() for each in file["train/names"]] == list(train.files)
+        if options["form"] == "arrays":
+            assert np.array_equal(file["train/images"][:], train.batch_of(ids)[0])
+            chunk = file["train/images"].id.get_chunk_info(2)
+            assert options.get("compress") or chunk.size == 7 * 3 * 16 * 16  # the last one is whole too
         assert file.attrs["format"] == file["val"].attrs["format"] == "meshrun-images-1"
 
 

@@ -154,6 +154,14 @@ def test_a_document_is_the_same_from_any_kind_of_file(tokenizer: Path, tmp_path:
     assert len({each.sha256 for each in made.values()}) == 1 and made["json"].samples == 24
 
 
+def test_lines_that_begin_where_a_part_does_are_read_once(tokenizer: Path, tmp_path: Path):
+    lines = [f"line {number:04d}" for number in range(500)]  # 200 of them, with their ends, are a part
+    (tmp_path / "lines.txt").write_text("\n".join(lines))
+    convert(tmp_path / "lines.txt", tmp_path / "lines.tokens", tokenizer=tokenizer, split_lines=True)
+    plain = Tokenizer.from_file(str(tokenizer))
+    assert [plain.decode(each) for each in documents_of(tmp_path / "lines.tokens")] == lines
+
+
 def test_a_long_document_has_the_same_tokens_in_pieces(
     folder: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -162,6 +170,15 @@ def test_a_long_document_has_the_same_tokens_in_pieces(
     monkeypatch.setattr(module, "_AT_ONCE", 50)
     monkeypatch.setattr("meshrun.data.convert.texts._READ", 64)
     assert convert(folder, tmp_path / "cut.tokens", tokenizer=tokenizer).sha256 == whole.sha256
+
+
+def test_another_tokenizer_under_the_same_name_is_another_result(folder: Path, tmp_path: Path):
+    dest = tmp_path / "news.tokens"
+    for vocabulary in (290, 310):
+        made = to_tokens(folder, dest, Texts(vocabulary=vocabulary), Crew(), Quiet(), overwrite=True)
+        plain = Tokenizer.from_file(str(tmp_path / "news.tokenizer.json"))
+        assert documents_of(dest)[0] == [0, *plain.encode(texts()[0]).ids]
+        assert (plain.get_vocab_size(), made.samples) == (vocabulary, 24)
 
 
 def test_the_start_of_a_document_cannot_be_written_in_a_text(tokenizer: Path, tmp_path: Path):

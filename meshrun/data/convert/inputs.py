@@ -34,6 +34,8 @@ class Unit:
     input: Input
     begin: int
     end: int
+    bytes: int
+    """About how many are read for it."""
     label: int = 0
     """The class of a picture."""
 
@@ -47,8 +49,7 @@ class Job:
 
     @property
     def bytes(self) -> int:
-        """What is read for it, about."""
-        return sum(min(each.end - each.begin, each.input.size) for each in self.units)
+        return sum(each.bytes for each in self.units)
 
 
 def files_below(root: Path) -> Iterator[Input]:

@@ -90,17 +90,18 @@ def jobs_of(source: Path, inputs: Iterable[Input], reading: Reading, part_bytes:
 
 
 def _units(source: Path, each: Input, reading: Reading, part_bytes: int) -> Iterator[tuple[Unit, int]]:
-    """What can be read of a file by itself, with its size in bytes."""
+    """What can be read of a file by itself, and how many bytes of text that is, about."""
     if reading.kind == "parquet":
         groups = _parquet(source, each, reading.column).metadata
         for group in range(groups.num_row_groups):
-            yield Unit(each, group, group + 1), groups.row_group(group).total_byte_size
+            unpacked = groups.row_group(group).total_byte_size
+            yield Unit(each, group, group + 1, each.size // groups.num_row_groups), unpacked
     elif reading.kind == "text" or each.name.endswith(".gz"):
-        yield Unit(each, 0, each.size), each.size
+        yield Unit(each, 0, each.size, each.size), each.size
     else:
         for begin in range(0, each.size, part_bytes):
             end = min(begin + part_bytes, each.size)
-            yield Unit(each, begin, end), end - begin
+            yield Unit(each, begin, end, end - begin), end - begin
 
 
 def documents(source: Path, units: Iterable[Unit], reading: Reading) -> Iterator[Document | BadSample]:

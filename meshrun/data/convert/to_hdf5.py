@@ -160,7 +160,7 @@ def jobs_of(inputs: Iterable[Input], folders: Folders, wanted: Pictures, total: 
             yield Job(number, tuple(units))
             number, units, weight = number + 1, [], 0
         current = group
-        units.append(Unit(each, 0, each.size, labels[name]))
+        units.append(Unit(each, 0, each.size, each.size, labels[name]))
         weight += each.size if wanted.size is None else 3 * wanted.size**2
     if units:
         yield Job(number, tuple(units))

@@ -23,7 +23,7 @@ from meshrun.data.convert.inputs import Job, files_below
 from meshrun.data.convert.parts import Filled, Parts, kept_parts, unwritable, write_part
 from meshrun.data.convert.result import Converted, finished, free_to_write
 from meshrun.data.convert.texts import Reading, documents, good, jobs_of, kind_of
-from meshrun.data.convert.tokenizing import Tokens, library, pieces, train
+from meshrun.data.convert.tokenizing import Tokens, library, opened, pieces, train
 from meshrun.data.convert.work import Bad, Crew, Made, Totals, alone, make_all
 from meshrun.data.download import Told
 from meshrun.data.sources.token_format import dtype_for, tokenizer_beside, write_many
@@ -74,14 +74,16 @@ def to_tokens(source: Path, dest: Path, texts: Texts, crew: Crew, told: Told, ov
         tokens = given or _trained(source, parts, reading, texts, told)
         if given is not None and texts.tokenizer is not None:
             tokenizer.write_bytes(texts.tokenizer.read_bytes())
+        sha256 = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
         told.begin(dest.name, 0, parts.bytes)
         jobs = jobs_of(source, parts.inputs(), reading, part_bytes(parts.bytes))
-        make = partial(_part, parts.folder, source, reading, tokens, texts.skip_bad)
+        make = partial(_part, parts.folder, source, reading, (texts.start, sha256), texts.skip_bad)
         totals = make_all(parts, jobs, make, crew, told)
         if not totals.samples:
+            parts.remove()
             why = f"; all {totals.bad:,} are bad, the first: {totals.why[0]}" if totals.why else ""
             raise UserError(f"{source} has no document with a text that can be converted{why} (SOURCE)")
-        joined = _joined(parts, totals, tokens, tokenizer)
+        joined = _joined(parts, totals, tokens.vocabulary, sha256)
         return finished(parts, dest, {joined: dest, tokenizer: beside}, "tokens", totals, told)
 
 
@@ -137,8 +139,9 @@ def _train(source: Path, parts: Parts, reading: Reading, texts: Texts, path: Pat
     return limited
 
 
-def _part(folder: Path, source: Path, reading: Reading, tokens: Tokens, skip: bool, job: Job) -> Made:
+def _part(folder: Path, source: Path, reading: Reading, which: tuple[str | None, str], skip: bool, job: Job) -> Made:
     """Make one part: the tokens of its documents, and behind them how many each has."""
+    tokens = opened(folder / _TOKENIZER, *which)
     bad, empty, lengths = Bad(), 0, array("q")
 
     def fill(file: BinaryIO) -> Filled:
@@ -189,14 +192,13 @@ class _Batch:
         self._texts, self._begins, self._size = [], [], 0
 
 
-def _joined(parts: Parts, totals: Totals, tokens: Tokens, tokenizer: Path) -> Path:
+def _joined(parts: Parts, totals: Totals, vocabulary: int, sha256: str) -> Path:
     """The whole token file, beside its parts."""
-    path, dtype = parts.folder / "whole", dtype_for(tokens.vocabulary)
+    path, dtype = parts.folder / "whole", dtype_for(vocabulary)
     lengths = (parts.part(number).array("lengths") for number in range(totals.parts))
     blocks = (parts.part(number).data(dtype) for number in range(totals.parts))
-    sha256 = hashlib.sha256(tokenizer.read_bytes()).hexdigest()
     try:
-        write_many(path, (totals.samples, totals.tokens), lengths, blocks, tokens.vocabulary, sha256)
+        write_many(path, (totals.samples, totals.tokens), lengths, blocks, vocabulary, sha256)
     except OSError as error:
         path.unlink(missing_ok=True)
         raise unwritable(path, error, parts.folder) from error

@@ -1,7 +1,7 @@
 """Tokenizers: one that is given, or a byte-level BPE that is trained here; and the tokens of documents.
 
-    tokenizer = opened(Path("news.tokenizer.json"), start=None)
-    for tokens in tokenizer.encoded(document.texts()): …
+    tokens = Tokens(Path("news.tokenizer.json"), start=None)
+    tokens.encoded(["a text", "another"])                # their tokens; each document begins with tokens.start
 
 What is trained here has `<|start|>` as its first token, every byte after it, and pairs that are frequent. Texts are cut
 into pieces where no token of it can lie, before a word, so that memory is bounded however long a document is.
@@ -9,6 +9,7 @@ into pieces where no token of it can lie, before a word, so that memory is bound
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import re
@@ -56,6 +57,13 @@ class Tokens:
         return [each.ids for each in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
 
+@functools.lru_cache(1)
+def opened(path: Path, start: str | None, sha256: str) -> Tokens:
+    """The tokenizer in a file of this checksum, read once a process."""
+    del sha256  # under one name there may be another tokenizer later
+    return Tokens(path, start)
+
+
 def pieces(texts: Iterable[str]) -> Iterator[str]:
     """A text cut before words, into pieces of about equal length."""
     rest = ""
@@ -75,7 +83,9 @@ def _splits_at_words(document: dict[str, Any]) -> bool:
     """Whether a tokenizer never joins a space and a word behind it to what is before, and adds nothing to texts."""
     before = document.get("pre_tokenizer") or {}
     plain = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
-    return document.get("normalizer") is None and all(before.get(name) == value for name, value in plain.items())
+    added = document.get("added_tokens") or []
+    wide = any(each.get("lstrip") or each.get("rstrip") or " " in each["content"] for each in added)
+    return not document.get("normalizer") and not wide and all(before.get(key) == plain[key] for key in plain)
 
 
 def train(texts: Iterable[str], vocabulary: int, path: Path) -> None:
