@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import re
+import stat
 import tempfile
 import tomllib
 from dataclasses import dataclass, field
@@ -294,3 +295,11 @@ def write_whole(path: Path, text: str) -> None:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
         raise
+
+
+def made_private(folder: Path) -> bool:
+    """Make a folder for this user alone; False where it is not, since another one may have been there first."""
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    found = folder.lstat()  # a link would lead to what its maker has chosen
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022

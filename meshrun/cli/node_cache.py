@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshrun.config import MEMORY, RunConfig, RunDirectory
+from meshrun.config import MEMORY, RunConfig, RunDirectory, made_private
 from meshrun.errors import UserError
 from meshrun.world import disks
 from meshrun.world.environment import inherited
@@ -47,10 +47,8 @@ def _all_places(run: RunDirectory, site: Site | None, memory: Path | None) -> di
 
 def make_private(folder: Path) -> None:
     """Make the folder for this user alone; in a folder that all may write to, another one may have been there first."""
-    with contextlib.suppress(FileExistsError):
-        folder.mkdir(mode=0o700, parents=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        raise UserError(f"{folder} belongs to another user; have it removed, or name another folder (--cache)")
+    if not made_private(folder):
+        raise UserError(f"{folder} is not this user's alone; have it removed, or name another folder (--cache)")
 
 
 @contextlib.contextmanager

@@ -83,9 +83,13 @@ def test_who_comes_when_the_disk_is_full_goes_where_the_first_one_went(
 def test_a_folder_that_another_has_put_there_is_refused(tmp_path: Path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match=r"link belongs to another user; have it removed, or .* \(--cache\)"):
+    with pytest.raises(UserError, match=r"link is not this user's alone; have it removed, or .* \(--cache\)"):
         make_private(tmp_path / "link")
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(UserError, match="open is not this user's alone"):
+        make_private(tmp_path / "open")
     if os.getuid() == 0:
         os.chown(tmp_path / "elsewhere", 12345, -1)
-        with pytest.raises(UserError, match="belongs to another user"):
+        with pytest.raises(UserError, match="is not this user's alone"):
             make_private(tmp_path / "elsewhere")

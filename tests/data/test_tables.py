@@ -523,6 +523,32 @@ def test_the_last_to_use_a_temporary_table_removes_it(tmp_path: Path, monkeypatc
     assert table[3]["number"] == 3, "what is open stays readable"
 
 
+@pytest.mark.usefixtures("node")
+def test_a_folder_that_another_has_put_there_is_not_used_and_nothing_in_it_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    notes: list[str] = []
+    cache.use(None, None, notes.append)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("thesis.txt", "t.csv-0123456789abcdef"):
+        (home / name).write_text("years of work")
+        os.utime(home / name, (0, 0))
+    folder = tmp_path / f"meshrun-{os.getuid()}"
+    folder.symlink_to(home)
+    assert Table(comma(ROWS, tmp_path))[39]["number"] == 39
+    assert len(notes) == 1 and f"{folder} is not this user's alone" in notes[0]
+    assert len(list(home.iterdir())) == 2
+
+    folder.unlink()
+    home.rename(folder)
+    folder.chmod(0o700)
+    Table(comma(ROWS[:7], tmp_path))
+    assert (folder / "thesis.txt").exists(), "only what was made by us is removed"
+    assert not (folder / "t.csv-0123456789abcdef").exists()
+
+
 def test_a_maker_that_was_killed_leaves_nothing_that_is_taken_for_a_table(node: Path, tmp_path: Path):
     path = parquet(ROWS, tmp_path)
 

@@ -15,11 +15,13 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
+from meshrun.config import made_private
 from meshrun.data import cache
 from meshrun.data.sources.source import Watched
 
@@ -29,6 +31,8 @@ _AGAIN = 600.0
 """Seconds after which it is tried again."""
 _OLD = 86400.0
 """Seconds after which what nobody uses is removed by whoever comes by: its last user was killed."""
+_OURS = re.compile(r"-[0-9a-f]{16}(\.part)?$")
+"""How names end that were given here."""
 _TELL = 10.0
 """Seconds of work after which the user is told what is going on, and again each three times that."""
 
@@ -66,9 +70,8 @@ def _folder() -> tuple[Path, bool]:
         kept.mkdir(parents=True, exist_ok=True)
         return kept, False
     folder = Path(tempfile.gettempdir()) / f"meshrun-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.stat().st_uid != os.getuid():
-        raise OSError(f"{folder} is somebody else's")
+    if not made_private(folder):
+        raise OSError(f"{folder} is not this user's alone")
     _remove_old(folder)
     return folder, True
 
@@ -133,10 +136,10 @@ def _leave() -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    with contextlib.suppress(OSError):
-        for path in folder.iterdir():
-            if path not in _in_use and time.time() - path.stat().st_mtime > _OLD:
-                held = os.open(path, os.O_RDONLY)
+    for path in folder.iterdir():
+        with contextlib.suppress(OSError):
+            if _OURS.search(path.name) and path not in _in_use and time.time() - path.lstat().st_mtime > _OLD:
+                held = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
                 _remove_unused(path, held)
                 os.close(held)
 
