@@ -201,24 +201,31 @@ class Shared:
 
     def __init__(self, file: int, size: int) -> None:
         self.file = file
+        self._had: dict[tuple[int, int], object] = {}  # places that threads have, by process: forks have a copy
         self.bytes: NDArray[np.uint8] = np.frombuffer(mmap.mmap(file, size), dtype=np.uint8)
         finalize(self, os.close, file)
 
     @contextlib.contextmanager
     def alone(self, number: int) -> Iterator[bool]:
-        """Whether this process has the place with that number for itself until the end of the `with`; never waits.
+        """Whether this thread has the place with that number for itself until the end of the `with`; never waits.
 
         A process that dies lets go of it.
         """
+        place, me = (os.getpid(), number), object()
+        if self._had.setdefault(place, me) is not me:  # the kernel's lock knows processes, not threads
+            yield False
+            return
         try:
             fcntl.lockf(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, number)
         except OSError:
+            del self._had[place]
             yield False
             return
         try:
             yield True
         finally:
             fcntl.lockf(self.file, fcntl.LOCK_UN, 1, number)
+            del self._had[place]
 
 
 _held: WeakValueDictionary[str, Shared] = WeakValueDictionary()
@@ -272,15 +279,13 @@ def _of_the_node(name: str, size: int) -> int | None:
         return None
 
 
-_in_order = threading.Lock()
-
-
 def fence() -> None:
     """What was written to shared memory before is seen by other processors before what is written after.
 
     Some processors (ARM) reorder writes and reads. Two pairs, since into one of them they may still be drawn from
-    both sides.
+    both sides; of a lock of its own, which no fork can find taken.
     """
+    lock = threading.Lock()
     for _ in range(2):
-        _in_order.acquire()
-        _in_order.release()
+        lock.acquire()
+        lock.release()

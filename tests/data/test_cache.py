@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -143,6 +144,15 @@ def test_a_place_is_had_by_one_process_at_a_time_and_by_none_that_died():
         kept.alone(3).__enter__()
         os._exit(0)
     os.waitpid(pid, 0)
+    assert _has(kept, 3)
+
+
+def test_a_place_is_had_by_one_thread_at_a_time():
+    kept = cache.shared("places of threads", 16)
+    with ThreadPoolExecutor(1) as other, kept.alone(3):
+        assert not other.submit(_has, kept, 3).result()
+        assert other.submit(_has, kept, 4).result()
+        assert forked(1, lambda _number: _has(kept, 3)) == [False], "the other thread has not let go of it"
     assert _has(kept, 3)
 
 
