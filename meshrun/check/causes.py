@@ -81,12 +81,11 @@ def _own_draws(reference: Found) -> str | None:
 
 def _batchnorm(reference: Found, other: Found) -> str | None:
     names = reference.tried.batchnorms
-    if not names or (reference.pieces == other.pieces and other.replicas == 1):
+    if not names or other.sync_batchnorm or (reference.pieces == other.pieces and other.replicas == 1):
         return None
-    hint = "" if other.sync_batchnorm else "; --sync-batchnorm takes them over all ranks"
     return (
         f"BatchNorm ({_some(names)}) takes its statistics from a micro-batch, which has {max(other.pieces)} samples "
-        f"here and {max(reference.pieces)} in one process{hint}"
+        f"here and {max(reference.pieces)} in one process; --sync-batchnorm takes them over all ranks"
     )
 
 

@@ -123,6 +123,11 @@ def test_batchnorm_is_no_cause_where_micro_batches_are_the_same():
     assert cause(reference, on_tensor_parallel_ranks).startswith("the losses part")
 
 
+def test_batchnorm_over_all_ranks_is_no_cause():
+    reference = replace(SAME, tried=Tried(batchnorms=["bn"]), sync_batchnorm=True)
+    assert cause(reference, replace(ON_TWO, sync_batchnorm=True)).startswith("the losses part")
+
+
 def test_a_factor_that_is_no_number_of_ranks_is_no_scaling():
     assert "times that of one process" not in cause(SAME, replace(ON_TWO, gradients=gradients(6.0, 4.4)))
 
