@@ -4,7 +4,7 @@
     next(batches)
     batches.close()                     # the readers are gone
 
-An error that is a sentence comes to the rank as that sentence; a reader that is gone is `ReaderLost`.
+An error comes to the rank as it was met; a reader that is gone is `ReaderLost`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ import ctypes
 import gc
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Generator, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +36,10 @@ _BY_A_READER = "in DataLoader worker process"
 
 FOR_RANKS = (signal.SIGTERM, signal.SIGUSR2)
 """What Slurm sends to all processes of a job that is to end."""
+
+_OURS = str(Path(__file__).parent)
+_FRAMES = 3
+"""Lines of a traceback that are shown with an error: the innermost ones of the dataset."""
 
 _PATIENCE = 0.2
 """Seconds that a reader has to end by itself."""
@@ -66,8 +73,12 @@ def _as_it_is(read: Read) -> Read:
     return read
 
 
+class InReader(Exception):
+    """Where an error came from that was met in another process: its traceback there."""
+
+
 class _Told(Dataset[Read]):
-    """In a reader: what ends the run as a sentence is sent as one, and not as the traceback that torch makes of it."""
+    """In a reader: an error is sent as it is, and not as the text that torch makes of it and of its traceback."""
 
     def __init__(self, samples: Samples) -> None:
         self.samples = samples
@@ -78,7 +89,26 @@ class _Told(Dataset[Read]):
         except (UserError, RunFailed) as error:
             # One of ours: a class of the dataset's own may not be made of a sentence alone.
             kind = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
-            return Read(None, error=(kind, str(error)))
+            return Read(None, error=(kind(str(error)), ""))
+        except Exception as error:
+            sent = _as_sent(error)
+            if sent is None:
+                raise
+            return Read(None, error=(sent, "".join(traceback.format_exception(error))))
+
+
+def _as_sent(error: Exception) -> Exception | None:
+    """The error as another process gets it, with a note of the line where it was; None if that is another one."""
+    try:
+        sent = pickle.loads(pickle.dumps(error))
+    except Exception:  # whatever the class of the user's thinks of being sent
+        return None
+    if type(sent) is not type(error) or str(sent) != str(error):
+        return None
+    own = [each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_OURS)]
+    lines = [f"{each.filename}:{each.lineno} in {each.name}: {each.line}" for each in own[-_FRAMES:]]
+    sent.__notes__ = [*lines, *getattr(error, "__notes__", [])]
+    return sent
 
 
 @contextlib.contextmanager
@@ -135,8 +165,8 @@ def _heard(reads: Any) -> Generator[Read, None, None]:
                     raise ReaderLost(f"a process that reads data was lost: {error}") from error
                 raise
             if read.error is not None:
-                kind, sentence = read.error
-                raise kind(sentence)
+                met, text = read.error
+                raise met from (InReader(f"in a reader:\n{text}") if text else None)
             yield read
     finally:
         _shut(reads)

@@ -46,8 +46,8 @@ class Read:
     real: int = 0
     bad: tuple[tuple[int, str], ...] = ()
     """Samples that were left out, and why."""
-    error: tuple[type[Exception], str] | None = None
-    """Instead of a batch: a sentence that ends the run."""
+    error: tuple[Exception, str] | None = None
+    """Instead of a batch: what another process has met, and how it came to it."""
 
     def pin_memory(self) -> Read:
         """torch calls this of what other processes have read."""

@@ -162,6 +162,27 @@ def test_an_error_in_a_dataset_names_the_sample(workers: int):
     with pytest.raises(ValueError, match="bad jpeg") as caught:
         list(Loader(Broken(20), Order(20, 4), 0, 1, Reading(workers=workers)).steps(0, 5))
     assert "while reading sample 13" in said_by(caught.value)
+    assert str(caught.value) == "bad jpeg", "not what torch makes of it"
+    if workers:
+        assert "test_loader.py" in said_by(caught.value) and "in __getitem__" in said_by(caught.value)
+        assert 'raise ValueError("bad jpeg")' in str(caught.value.__cause__), "the whole traceback is for the log"
+
+
+class Odd(Exception):
+    """Cannot be sent to another process: it is made of two words, and says one."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+class Oddly(Squares):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        raise Odd("odd", "ly")
+
+
+def test_an_error_that_cannot_be_sent_is_told_as_torch_does():
+    with pytest.raises(Exception, match="oddly"):
+        list(Loader(Oddly(20), Order(20, 4), 0, 1, Reading(workers=1)).steps(0, 5))
 
 
 def test_an_error_in_a_dataset_that_reads_many_at_once_names_the_samples():
