@@ -1,6 +1,6 @@
 """A document in one sentence: an encoder-decoder transformer of the T5 class.
 
-    meshrun run summarize                              # 2 million parameters, this process
+    meshrun run summarize                              # 1.3 million parameters, this process
     meshrun run summarize --procs 2                    # two local processes, the same losses
     meshrun use runs/summarize-1 summarize --text README.md
 
@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshrun import Experiment, Schedule, Stage, Table, UserError, padded, staged, token_cross_entropy
 
@@ -42,6 +43,7 @@ TOKENIZER = DATA.with_name("summaries.tokenizer.json")
 PAD, END = 0, 1
 """Tokens of every T5: what fills up short texts, and starts summaries; and what ends documents and summaries."""
 
+KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 BEAMS = 4
 """Beginnings of a summary that are followed: the likeliest token each time is often none of the likeliest summary."""
 
@@ -77,7 +79,9 @@ class Shape:
 
 
 PRESETS = {
-    "tiny": Shape(4096, 128, 2, 2, heads=4, head_size=32, ffn=256, gated=True, pointer=True, document=64, summary=32),
+    "tiny": Shape(
+        4096, 128, 2, 2, heads=4, head_size=32, ffn=256, gated=True, pointer=True, dropout=0.0, document=64, summary=32
+    ),
     "small": Shape(32_128, 512, 6, 6, heads=8, head_size=64, ffn=2048),
     "base": Shape(32_128, 768, 12, 12, heads=12, head_size=64, ffn=3072),
     "large": Shape(32_128, 1024, 24, 24, heads=16, head_size=64, ffn=4096),
@@ -311,7 +315,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, keys_and_values: tuple[Tensor, ...], bias: Tensor) -> Tensor:
         q, (k, v) = self._heads(self.q(x)), keys_and_values
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype), scale=1.0)
+        # Without cuDNN, whose backward pass gives NaN for some lengths with a mask (torch 2.11, on H100 and H200).
+        with sdpa_kernel(KERNELS):
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=bias.to(q.dtype), scale=1.0)
         return self.o(out.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:
@@ -377,7 +383,7 @@ def bucketed(distance: Tensor, buckets: int, furthest: int) -> Tensor:
 
 def only(allowed: Tensor, bias: Tensor) -> Tensor:
     """A bias after which nothing else can be looked at."""
-    return bias.masked_fill(~allowed, torch.finfo(bias.dtype).min)
+    return bias.masked_fill(~allowed, -1e9)  # no infinity, also not in bfloat16: kernels divide by what is left
 
 
 class Pointer(nn.Module):
@@ -702,14 +708,14 @@ def experiment(
 ) -> Experiment:
     """Documents in one sentence: a transformer of the T5 class.
 
-    preset: size of the model: 2, 60, 220 or 740 million parameters
+    preset: size of the model: 1.3, 60, 220 or 740 million parameters
     corpus: descriptions of packages, which are here, or XSum; auto takes XSum where it is staged
     model: the T5 of this file, or that of the library transformers
     weights: folder with config.json, model.safetensors and tokenizer.json to start from; t5-small is one that is staged
     document: most tokens of a document; 64 for tiny, else 512, when absent
     summary: most tokens of a summary; 32 for tiny, else 64, when absent
     lr: highest learning rate; when absent 3e-3 for tiny, and less with the square root of the width
-    dropout: share of what is dropped; 0.1 when absent
+    dropout: share of what is dropped; 0 for tiny, else 0.1, when absent
     pointer: whether tokens can be pointed at in the document; for tiny, when absent
     """
     folder = None if weights is None else found_weights(weights)
@@ -756,7 +762,7 @@ def experiment(
         schedule=Schedule("cosine", warmup=50, final=0.02),
         clip=1.0,
         batch=32,
-        steps=600,
+        steps=700,
         collate=padded(fill=PAD, mask="attention_mask"),
         shuffle="length",
         tensor_plan=plan(shape) if model == "own" else None,
