@@ -7,6 +7,18 @@ The ground floor of the house: every room may import it, it imports nothing.
 
 from __future__ import annotations
 
+import errno
+import os
+
+_OF_MACHINE = frozenset(
+    {
+        *(errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ENODEV, errno.ENXIO),
+        *(errno.ENOTCONN, errno.ECONNRESET, errno.ECONNREFUSED, errno.ESHUTDOWN, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+        *(errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOBUFS),
+    }
+)
+"""What is wrong with a disk, with the way to a server, or with what a process may have."""
+
 
 class UserError(Exception):
     """What the user gave cannot work: one sentence, exit status 2."""
@@ -26,3 +38,17 @@ class RunFailed(Exception):
 
 class CutOff(RunFailed):
     """The run lost what it needs (ranks, nodes, its time), and may go well another time: exit status 75."""
+
+
+def is_of_machine(error: BaseException | None) -> bool:
+    """Whether an error, or one that it came from, says nothing of the data: another machine may read it well."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _OF_MACHINE:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def unreadable_here(file: object, why: str) -> RunFailed:
+    """Where a machine cannot read a file; not a bad sample, which would be left out by this machine alone."""
+    return RunFailed(f"{file} cannot be read on {os.uname().nodename}: {why}; try again, or on other machines")

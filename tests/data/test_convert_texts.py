@@ -24,6 +24,7 @@ from meshrun.data.convert import to_tokens as module
 from meshrun.data.convert import tokenizing
 from meshrun.data.convert.inputs import Input, opened
 from meshrun.data.convert.result import Converted, checked
+from meshrun.data.convert.texts import _READ
 from meshrun.data.convert.to_tokens import Texts, to_tokens
 from meshrun.data.convert.work import Crew
 from meshrun.data.download import Quiet
@@ -289,14 +290,31 @@ def test_bad_documents_end_it_or_are_left_out(folder: Path, tokenizer: Path, tmp
     (folder / "1790" / "05b.txt").write_bytes(b"fine at first\n" * 10 + b"caf\xe9 au lait")
     (folder / "1791" / "11b.txt").write_bytes(b"\xff\xfe")
     (folder / "1791" / "12b.txt").write_bytes(b"")
+    (folder / "1791" / "13b.txt").write_bytes(b"x" * (_READ - 1) + b"\xc3")
     for workers in (1, 2):
         with pytest.raises(
             UserError, match=r"1790/05b\.txt cannot be used: it is not UTF-8 \(byte 0xe9\); .*--skip-bad"
         ):
             convert(folder, tmp_path / "bad.tokens", workers=workers, tokenizer=tokenizer)
     made = convert(folder, tmp_path / "skipped.tokens", workers=2, tokenizer=tokenizer, skip_bad=True)
-    assert (made.bad, made.empty, made.sha256) == (2, 1, expected.sha256)
-    assert [Path(why.split(" ")[0]).name for why in made.why] == ["05b.txt", "11b.txt"]
+    assert (made.bad, made.empty, made.sha256) == (3, 1, expected.sha256)
+    assert [Path(why.split(" ")[0]).name for why in made.why] == ["05b.txt", "11b.txt", "13b.txt"]
+
+
+def test_a_damaged_row_group_is_named_and_can_be_left_out(tmp_path: Path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    source = tmp_path / "news.parquet"
+    words = [f"hello world {number} " * 20 for number in range(400)]
+    pq.write_table(pa.table({"text": words}), source, row_group_size=200, compression="snappy", use_dictionary=False)
+    data = bytearray(source.read_bytes())
+    data[1000:2000] = b"\xff" * 1000
+    source.write_bytes(data)
+    with pytest.raises(UserError, match=r"row group 0 of .*news\.parquet cannot be used: .* after 0 of its rows; "):
+        convert(source, tmp_path / "news.tokens", vocabulary=300)
+    made = convert(source, tmp_path / "skipped.tokens", vocabulary=300, skip_bad=True)
+    assert (made.samples, made.bad) == (200, 1)
 
 
 def test_a_bad_line_is_named_by_its_number(tokenizer: Path, tmp_path: Path):
@@ -308,6 +326,7 @@ def test_a_bad_line_is_named_by_its_number(tokenizer: Path, tmp_path: Path):
         ('{"text": 7}', r"line 20 of .* its 'text' is no text but int"),
         ('{"text": "\\ud800"}', r"line 20 of .* it holds half of a character"),
         ("[1]", r"line 20 of .* it is no object but list"),
+        ("[" * 200_000, r"line 20 of .* it is nested too deeply"),
     ]:
         source.write_text("\n".join([*rows[:19], bad, *rows[20:]]) + "\n")
         with pytest.raises(UserError, match=said):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from meshrun.errors import BadSample, RunFailed, UserError
+from meshrun.errors import BadSample, RunFailed, UserError, is_of_machine, unreadable_here
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,8 @@ def opened(root: Path, each: Input) -> BinaryIO:
     except FileNotFoundError:
         raise changed(path) from None
     except OSError as error:
+        if is_of_machine(error):
+            raise unreadable_here(path, error.strerror or str(error)) from None
         raise unusable(str(path), error.strerror or str(error)) from None
     if (now.st_size, now.st_mtime_ns) != (each.size, each.changed):
         file.close()

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 
 from meshrun.data.convert.inputs import Input, Job, Unit, opened, path_of, unusable
 from meshrun.data.convert.work import Bad
-from meshrun.errors import BadSample, UserError
+from meshrun.errors import BadSample, UserError, is_of_machine, unreadable_here
 
 _JSON = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
 _PARQUET = (".parquet", ".pq")
@@ -124,9 +124,13 @@ def _of_file(source: Path, unit: Unit, path: Path) -> Document:
         with _bytes_of(source, unit.input) as file:
             decoder = codecs.getincrementaldecoder("utf-8-sig")()
             try:
-                while block := file.read(_READ):
-                    yield decoder.decode(block, final=len(block) < _READ)
+                block = file.read(_READ)
+                while block:
+                    after = file.read(_READ)
+                    yield decoder.decode(block, final=not after)
+                    block = after
             except (OSError, EOFError, zlib.error) as error:
+                _refuse_of_machine(path, error)
                 raise ValueError(f"it cannot be read ({error})") from None
 
     return Document(str(path), texts)
@@ -145,6 +149,7 @@ def _of_lines(source: Path, unit: Unit, path: Path, reading: Reading) -> Iterato
             try:
                 line = file.readline()
             except (OSError, EOFError, zlib.error) as error:
+                _refuse_of_machine(path, error)
                 raise unusable(str(path), f"it cannot be unpacked ({error})") from None
             if not line:
                 return
@@ -180,14 +185,23 @@ def _numbered(source: Path, each: Input, path: Path, at: int) -> str:
 def _of_rows(source: Path, unit: Unit, path: Path, column: str) -> Iterator[Document]:
     table, number = _parquet(source, unit.input, column), 0
     before = sum(table.metadata.row_group(group).num_rows for group in range(unit.begin))
-    for rows in table.iter_batches(_ROWS, [unit.begin], [column], use_threads=False):
-        for value in rows.column(0):
-            number += 1
+    try:
+        for rows in table.iter_batches(_ROWS, [unit.begin], [column], use_threads=False):
+            for value in rows.column(0):
+                number += 1
 
-            def texts(value: Any = value) -> Iterator[str]:
-                yield _column({column: value.as_py()}, column)
+                def texts(value: Any = value) -> Iterator[str]:
+                    yield _column({column: value.as_py()}, column)
 
-            yield Document(f"row {before + number:,} of {path}", texts)
+                yield Document(f"row {before + number:,} of {path}", texts)
+    except (OSError, ValueError, NotImplementedError) as error:  # so are pyarrow's own
+        _refuse_of_machine(path, error)
+        raise unusable(f"row group {unit.begin} of {path}", f"{error} after {number:,} of its rows") from None
+
+
+def _refuse_of_machine(path: Path, error: Exception) -> None:
+    if is_of_machine(error):
+        raise unreadable_here(path, str(error)) from None
 
 
 def _column(row: Any, column: str) -> str:
@@ -226,7 +240,7 @@ def _read(document: Document, skip: bool) -> Iterator[str]:
         for _ in texts:
             pass
         return document.texts()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         where = document.exactly() if document.exactly and not skip else document.where
         raise unusable(where, why_of(error)) from None
 
@@ -237,6 +251,8 @@ def why_of(error: Exception) -> str:
         return f"it is not UTF-8 (byte 0x{error.object[error.start]:02x})"
     if isinstance(error, UnicodeEncodeError):
         return "it holds half of a character"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     if isinstance(error, json.JSONDecodeError):
         return f"it is no JSON ({error.msg} at character {error.pos + 1})"
     return str(error) or type(error).__name__
