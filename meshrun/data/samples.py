@@ -17,7 +17,7 @@ from typing import Any
 from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from meshrun.errors import BadSample, RunFailed, UserError
+from meshrun.errors import BadSample, RunFailed, UserError, is_of_machine
 from meshrun.experiment import MapDataset
 
 Collate = Callable[[list[Any]], Any]
@@ -143,6 +143,8 @@ class Samples(Dataset[Read]):
 
 def _can_be_skipped(error: Exception) -> bool:
     """Whether an error is the sample's own: not the machine's, and none that every other sample would meet too."""
+    if is_of_machine(error):  # other ranks of the mesh may have read it
+        return False
     if isinstance(error, UserError):
         return isinstance(error, BadSample)
     return not isinstance(error, MemoryError | RunFailed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -232,6 +233,19 @@ def test_a_bad_image_is_named_with_its_file_and_number(tmp_path: Path, keep: boo
     with pytest.raises(BadSample, match=r"sample 3 .*b/3.png\) cannot be read: No such file"):
         data[3]
     assert data[2][1] == 1
+
+
+def test_a_machine_that_has_no_files_left_fails_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    data = ImageFolder(written(tmp_path, "a/1.png", "b/1.png"), 8, keep=False)
+    data[0]
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(os, "open", fails)
+    for number in (0, 1):
+        with pytest.raises(RunFailed, match=r"1\.png cannot be read on .*: Too many open files; try again"):
+            data[number]
 
 
 def test_a_file_that_changes_or_goes_after_it_was_read_fails_the_run(tmp_path: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import pickle
 import time
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from meshrun.data.loader import Loader, Reading, evaluation_batches, readers_of_a_rank
 from meshrun.data.order import Cut, Order
-from meshrun.data.samples import Samples, Wanted
+from meshrun.data.samples import Samples, Wanted, _can_be_skipped
 from meshrun.data.shuffle import NONE
 from meshrun.errors import BadSample, RunFailed, UserError
 
@@ -115,6 +116,20 @@ def test_the_users_own_errors_are_skipped_too_but_not_those_that_others_would_me
             Samples(Holes(4, {1}, error), skip_bad=True)[Wanted([0, 1], 2)]
     with pytest.raises(BadSample):
         Samples(Holes(4, {1}))[Wanted([0, 1], 2)]
+
+
+def test_what_is_wrong_with_a_machine_is_skipped_on_none():
+    class OnABadDisk(Holes):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            try:
+                raise OSError(errno.EIO, "Input/output error")
+            except OSError as error:
+                raise ValueError("no sample") from error
+
+    with pytest.raises(ValueError, match="no sample"):
+        Samples(OnABadDisk(4, set()), skip_bad=True)[Wanted([0, 1], 2)]
+    assert _can_be_skipped(FileNotFoundError(errno.ENOENT, "…")) and _can_be_skipped(OSError("image is truncated"))
+    assert not _can_be_skipped(OSError(errno.ESTALE, "…"))
 
 
 def test_what_fails_with_good_samples_only_is_no_bad_sample():

@@ -25,8 +25,8 @@ from torch import Tensor
 from meshrun.data.cache import fence, note, shared
 from meshrun.data.sources import pictures
 from meshrun.data.sources.kept import Kept
-from meshrun.data.sources.source import Source, bad_sample, changed, empty, inside
-from meshrun.errors import RunFailed, UserError
+from meshrun.data.sources.source import Source, bad_sample, changed, empty, inside, unreadable
+from meshrun.errors import RunFailed, UserError, is_of_machine
 
 _SUFFIXES = frozenset(os.fsencode(each) for each in pictures.SUFFIXES)
 
@@ -85,16 +85,16 @@ class ImageFolder(Source):
         try:
             file = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            if self._states[number, 0] or not os.path.lexists(name):
+            if not is_of_machine(error) and (self._states[number, 0] or not os.path.lexists(name)):
                 raise RunFailed(changed(self._path(number), error.strerror or str(error))) from None
-            raise bad_sample(number, str(self.folder), self._path(number), error.strerror or str(error)) from None
+            raise unreadable(number, str(self.folder), self._path(number), error) from None
         try:
             found = os.fstat(file)
             data = os.read(file, found.st_size + 1)
             while len(data) < found.st_size and (more := os.read(file, found.st_size - len(data) + 1)):
                 data += more
         except OSError as error:
-            raise bad_sample(number, str(self.folder), self._path(number), error.strerror or str(error)) from None
+            raise unreadable(number, str(self.folder), self._path(number), error) from None
         finally:
             os.close(file)
         self._compare(number, found, len(data))

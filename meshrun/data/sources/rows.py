@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from meshrun.data.sources.slots import Slots
 from meshrun.data.sources.source import OncePerProcess, Watched, changed
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import RunFailed, UserError, is_of_machine, unreadable_here
 
 Numbers = NDArray[np.int64]
 
@@ -163,6 +163,8 @@ class Rows:
             self.file.library()[self.name].read_direct(into, np.s_[start:stop], np.s_[: stop - start])
         except OSError as error:
             self.file.watched.look()
+            if is_of_machine(error):
+                raise unreadable_here(self.file.path, str(error)) from None
             raise ValueError(start, stop, f"{self.name} cannot be read there ({error})") from None
         return stop - start
 

@@ -7,6 +7,7 @@ file = OncePerProcess(partial(open, path, "rb"))
 file().read()                       # opened anew in each process that asks: readers are forked
 
 raise bad_sample(17, "train", "train/cat/3.jpg", "it is truncated")
+raise unreadable(17, "train", "train/cat/3.jpg", error)    # of the sample, or of the machine
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from meshrun.errors import BadSample, RunFailed
+from meshrun.errors import BadSample, RunFailed, is_of_machine, unreadable_here
 
 T = TypeVar("T")
 
@@ -108,6 +109,12 @@ def bad_sample(number: int, source: str, file: str, why: str) -> BadSample:
         f"sample {number} of {source} ({file}) cannot be read: {why}; "
         f"repair or remove it, or go on without such samples (--skip-bad-samples)"
     )
+
+
+def unreadable(number: int, source: str, file: str, error: OSError) -> Exception:
+    """What to raise where a sample's file cannot be read."""
+    why = error.strerror or str(error)
+    return unreadable_here(file, why) if is_of_machine(error) else bad_sample(number, source, file, why)
 
 
 def inside(ids: list[int], length: int) -> NDArray[np.int64]:
