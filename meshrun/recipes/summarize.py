@@ -22,7 +22,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -637,9 +637,9 @@ def bars(data: Mapping[str, Pairs]) -> dict[str, float]:
     return {"unigram_loss": float(costs[tokens].mean()), "words": sum(len(text.split()) for text in texts) / len(texts)}
 
 
-def written(model: nn.Module, documents: Sequence[str], words: Words, shape: Shape, batch: int = 32) -> list[str]:
+def written(writer: T5 | TransformersT5, documents: Sequence[str], batch: int = 32) -> list[str]:
     """Summaries of documents, a batch at a time, those of like length together."""
-    writer, device = _writer(model), next(model.parameters()).device
+    words, shape, device = writer.words, writer.shape, next(writer.parameters()).device
     tokens = [torch.tensor(words.of_document(text, shape.document)) for text in documents]
     order = sorted(range(len(tokens)), key=lambda number: len(tokens[number]))
     found = [""] * len(tokens)
@@ -647,21 +647,19 @@ def written(model: nn.Module, documents: Sequence[str], words: Words, shape: Sha
         chosen = order[at : at + batch]
         together = nn.utils.rnn.pad_sequence([tokens[number] for number in chosen], batch_first=True, padding_value=PAD)
         together = together.to(device)
-        for number, summary in zip(chosen, writer(together, together != PAD, shape.summary).tolist(), strict=True):
+        summaries = writer.write(together, together != PAD, shape.summary)
+        for number, summary in zip(chosen, summaries.tolist(), strict=True):
             found[number] = words.text(summary)
     return found
 
 
-def _writer(model: nn.Module) -> Callable[[Tensor, Tensor, int], Tensor]:
-    assert isinstance(model, T5 | TransformersT5)
-    return model.write
-
-
-def judged(model: nn.Module, data: Mapping[str, Pairs], documents: int = 600, shown: int = 5) -> dict[str, Any]:
+def judged(
+    writer: T5 | TransformersT5, data: Mapping[str, Pairs], documents: int = 600, shown: int = 5
+) -> dict[str, Any]:
     """Write summaries of test documents, show some, and score them beside what needs no model."""
     test, bar = data["test"], bars(data)
     rows = test.texts(np.linspace(0, len(test), min(documents, len(test)), endpoint=False, dtype=np.int64).tolist())
-    summaries = written(model, [row["document"] for row in rows], test.words, test.shape)
+    summaries = written(writer, [row["document"] for row in rows])
     cut = round(bar["words"])
     leads = {"lead": cut, "lead_uncut": None}
     scores = {"rouge": mean_rouge((row["summary"], text) for row, text in zip(rows, summaries, strict=True))}
@@ -692,7 +690,7 @@ def summarize(model: nn.Module, text: str) -> str:
         if len(text.split()) < 2:
             raise UserError(f"{text!r} is no file, nor words; give a document or a file with one (--text)") from None
     assert isinstance(model, T5 | TransformersT5)
-    return written(model, [document], model.words, model.shape)[0]
+    return written(model, [document])[0]
 
 
 def experiment(
@@ -743,6 +741,7 @@ def experiment(
 
     def after(made: nn.Module, _: Path) -> dict[str, Any]:
         print(f"Summaries of {'XSum' if taken == 'xsum' else 'packages'}.\n")
+        assert isinstance(made, T5 | TransformersT5)
         return {"corpus": taken, **judged(made, data)}
 
     highest = 3e-3 * math.sqrt(PRESETS["tiny"].hidden / shape.hidden) * (1 if folder is None else 0.2)
@@ -808,13 +807,11 @@ def hf_name(name: str, gated: bool) -> str:
     return ".".join([HF_NAMES.get(stack, stack), *found])
 
 
-def hf_parameters(model: T5) -> dict[str, nn.Parameter]:
+def hf_parameters(t5: T5) -> dict[str, nn.Parameter]:
     """The parameters under Hugging Face's names; a tied head is not among them, nor a pointer."""
-    gated = model.shape.gated
+    gated = t5.shape.gated
     return {
-        hf_name(name, gated): parameter
-        for name, parameter in model.named_parameters()
-        if not name.startswith("pointer.")
+        hf_name(name, gated): parameter for name, parameter in t5.named_parameters() if not name.startswith("pointer.")
     }
 
 
@@ -887,10 +884,10 @@ _UNUSED = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weigh
 """What files hold beside the parameters: other names of the embedding, and a bias that no version has ever used."""
 
 
-def load_hf(model: T5, folder: Path) -> None:
+def load_hf(t5: T5, folder: Path) -> None:
     """Read weights in Hugging Face's names, which must be those of this very model; if not, nothing is read."""
-    parameters, path = hf_parameters(model), folder / "model.safetensors"
-    beside = {*_BESIDE, _UNUSED, *(["lm_head.weight"] if model.shape.tied else [])}
+    parameters, path = hf_parameters(t5), folder / "model.safetensors"
+    beside = {*_BESIDE, _UNUSED, *(["lm_head.weight"] if t5.shape.tied else [])}
     try:
         file = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:

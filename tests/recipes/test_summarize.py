@@ -454,8 +454,7 @@ def test_summaries_are_written_scored_and_shown(capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert printed.count("  written ") == printed.count("  wanted ") == 2 and "first 6 words" in printed
     texts = [row["document"] for row in made.evals["test"].texts(range(5))]
-    together = written(model, texts, model.words, model.shape)
-    assert together == [written(model, [text], model.words, model.shape)[0] for text in texts], "one by one as together"
+    assert written(model, texts) == [written(model, [text])[0] for text in texts], "one by one as together"
     (tmp_path / "document.txt").write_text(texts[0])
     assert summarize(model, str(tmp_path / "document.txt")) == summarize(model, texts[0])
     with pytest.raises(UserError, match=r"'nothing.txt' is no file, nor words; .*\(--text\)"):
