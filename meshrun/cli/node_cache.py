@@ -1,6 +1,6 @@
 """`--cache`: where a run keeps copies of data files on each node, and who takes them away.
 
-    copies = copies_of(config, run, site, memory)        # None without --cache
+    use_node(config, run, site, memory, note)            # by every rank, before it opens its data
     with kept_on_node(config, run, site, memory): …      # by whoever lives as long as the ranks of the node do
 
 Copies are for this run and this user alone and go with the run, but those in a folder that the user has named: there
@@ -12,10 +12,11 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshrun.config import MEMORY, RunConfig, RunDirectory, made_private
+from meshrun.data import cache
 from meshrun.errors import UserError
 from meshrun.world import disks
 from meshrun.world.environment import inherited
@@ -43,6 +44,20 @@ def _all_places(run: RunDirectory, site: Site | None, memory: Path | None) -> di
     places = [MEMORY, *disks.node_folders(inherited(), site).values()]
     # In memory a launcher removes all of a run, even that of one before it which was killed.
     return {each: memory / "copies" if each == MEMORY and memory is not None else each / name for each in places}
+
+
+def use_node(
+    config: RunConfig, run: RunDirectory, site: Site | None, memory: Path | None, note: Callable[[str], None]
+) -> None:
+    """Have data files copied to the node, and what ranks of the node can share shared, as far as it was asked for."""
+    copies = copies_of(config, run, site, memory)
+    try:
+        if copies is not None and config.cache in OURS:
+            make_private(copies)
+    except OSError as error:
+        note(f"data files are read where they are: cannot make {copies}: {error.strerror} (--cache)")
+        copies = None
+    cache.use(copies, memory / "shared" if memory is not None else None, note)
 
 
 def make_private(folder: Path) -> None:

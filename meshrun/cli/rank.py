@@ -28,10 +28,9 @@ from torch.utils.data import Subset
 import meshrun
 from meshrun import mesh
 from meshrun.cli.after import finish_with
-from meshrun.cli.node_cache import OURS, copies_of, kept_on_node, make_private
+from meshrun.cli.node_cache import kept_on_node, use_node
 from meshrun.cli.target import Target, find, make, place_of
 from meshrun.config import RunConfig, RunDirectory, write_json
-from meshrun.data import cache
 from meshrun.data.readers import has_lost_a_reader
 from meshrun.data.staging import missing_of, use
 from meshrun.errors import CutOff, RunFailed, SharedError, UserError
@@ -53,13 +52,13 @@ from meshrun.observe.watch import Watcher
 from meshrun.parallel.build import How
 from meshrun.train.bad_samples import left_out, read_bad
 from meshrun.train.bad_steps import Policy
-from meshrun.train.data_wait import Wait, facts_of, sentence
+from meshrun.train.data_wait import waited_for_data
 from meshrun.train.deadline import deadline_of
 from meshrun.train.ending import Ending, Signals, begin_anew
 from meshrun.train.interval import parse as parse_interval
 from meshrun.train.loop import Stopped, Trainer
 from meshrun.train.recovery import Keeping
-from meshrun.world import World, cores, detect, disks, slurm
+from meshrun.world import World, detect, slurm
 from meshrun.world.environment import inherited
 
 Tell = Callable[[Event], None]
@@ -296,7 +295,7 @@ def _train(
         deadline = deadline_of(config, inherited(), _start_of_run(here.world, memory is not None))
     if pulse is not None:
         pulse.sniff = sniff_on(here.device)
-    _use_node(config, run, here, memory, recorder)
+    use_node(config, run, here.site, memory, lambda text: recorder("note", text=text))
     experiment, scale, note = override(make(target, config.options, config.data), config)
     trainer = _trainer(config, run, experiment, scale, recorder, memory, pulse)
     # Each element once, however many ranks hold it.
@@ -319,7 +318,7 @@ def _train(
         **_trained(trainer, ending, restarted),
     }
     result["seconds"] = time.monotonic() - began
-    result |= _waited_for_data(config, trainer, recorder)
+    result |= waited_for_data(trainer, config.cache != "none")
     if here.rank == 0 and (bad := read_bad(run.path / "bad-samples")) is not None:
         result["bad_samples"] = bad
         recorder("note", text=left_out(bad, run.path / "bad-samples"))
@@ -333,33 +332,6 @@ def _train(
         run.stop_file.unlink(missing_ok=True)  # whoever made it came too late, and means no later start
         _draw_report(run, recorder)
     return Trained(result, experiment, here)
-
-
-def _waited_for_data(config: RunConfig, trainer: Trainer, recorder: Recorder) -> dict[str, Any]:
-    """The share of the time that data was waited for, by rank and by the worst of them, and a word to the user."""
-    here, totals, env = trainer.here, trainer.totals, inherited()
-    own = Wait(here.rank, here.world.host, totals.seconds, totals.data_wait, trainer.reading.workers, cores.granted())
-    waits = here.gathered((own, cores.granted_to_job(env, here.world), cores.mended(here.world)))
-    worst, granted, mended = max(waits, key=lambda each: each[0].share)
-    if here.rank == 0:
-        data, shuffle = trainer.experiment.train, trainer.experiment.shuffle
-        facts = facts_of(data, shuffle, config.cache != "none", granted, mended, disks.mounts())
-        said = sentence(worst, [each for each, *_ in waits], facts)
-        if said is not None:
-            recorder("note", text=said)
-    return {"data_wait": worst.share if worst.seconds else None, "data_waits": [each.share for each, *_ in waits]}
-
-
-def _use_node(config: RunConfig, run: RunDirectory, here: mesh.Here, memory: Path | None, recorder: Recorder) -> None:
-    """Have data files copied to the node, and what ranks of the node can share shared, as far as it was asked for."""
-    copies = copies_of(config, run, here.site, memory)
-    try:
-        if copies is not None and config.cache in OURS:
-            make_private(copies)
-    except OSError as error:
-        recorder("note", text=f"data files are read where they are: cannot make {copies}: {error.strerror} (--cache)")
-        copies = None
-    cache.use(copies, memory / "shared" if memory is not None else None, lambda text: recorder("note", text=text))
 
 
 def _afterwards(trained: Trained, run: RunDirectory, recorder: Recorder, pulse: Pulse | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ An error comes to the rank as it was met; a reader that is gone is `ReaderLost`.
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import gc
 import multiprocessing
@@ -100,7 +101,8 @@ class _Told(Dataset[Read]):
 def _as_sent(error: Exception) -> Exception | None:
     """The error as another process gets it, with a note of the line where it was; None if that is another one."""
     try:
-        sent = pickle.loads(pickle.dumps(error))
+        pickle.dumps(error)
+        sent = copy.copy(error)  # made anew as the other process makes it
     except Exception:  # whatever the class of the user's thinks of being sent
         return None
     if type(sent) is not type(error) or str(sent) != str(error):

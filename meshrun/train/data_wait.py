@@ -1,8 +1,6 @@
 """Why a training has waited for its data, and what would help: a sentence for its end.
 
-    waits = here.gathered(Wait(rank, host, totals.seconds, totals.data_wait, workers, granted()))
-    worst = max(waits, key=lambda each: each.share)
-    sentence(worst, waits, facts_of(experiment.train, …))
+    waited_for_data(trainer, cached=False)     # on all ranks: each one's share of the time; a note where it is large
 
     41 % of the time waited for data, on rank 3 of n7: it has 1 core, of 48 granted to the job on this node; …
 
@@ -14,9 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from meshrun.world import cores, disks
 from meshrun.world.disks import file_system_of, is_shared
+from meshrun.world.environment import inherited
+
+if TYPE_CHECKING:
+    from meshrun.train.loop import Trainer
 
 WORTH_A_WORD = 0.10
 """Share of the time from which on waiting is spoken of."""
@@ -60,6 +63,20 @@ class Facts:
     file_system: str = ""
     cached: bool = False
     shuffle: str = "full"
+
+
+def waited_for_data(trainer: Trainer, cached: bool) -> dict[str, Any]:
+    """The share of the time that data was waited for, by rank and by the worst of them, and a word to the user."""
+    here, totals = trainer.here, trainer.totals
+    own = Wait(here.rank, here.world.host, totals.seconds, totals.data_wait, trainer.reading.workers, cores.granted())
+    waits = here.gathered((own, cores.granted_to_job(inherited(), here.world), cores.mended(here.world)))
+    worst, granted, mended = max(waits, key=lambda each: each[0].share)
+    if here.rank == 0:
+        facts = facts_of(trainer.experiment.train, trainer.experiment.shuffle, cached, granted, mended, disks.mounts())
+        said = sentence(worst, [each for each, *_ in waits], facts)
+        if said is not None:
+            trainer.tell("note", text=said)
+    return {"data_wait": worst.share if worst.seconds else None, "data_waits": [each.share for each, *_ in waits]}
 
 
 def facts_of(data: Any, shuffle: str, cached: bool, granted: int | None, mended: str, mounts: str) -> Facts:
