@@ -54,6 +54,7 @@ class _Places:
 
 
 _places = _Places()
+_originals: dict[Path, Path] = {}
 
 
 def use(copies: Path | None, memory: Path | None, note: Note = _to_stderr) -> None:
@@ -75,6 +76,11 @@ def note(text: str) -> None:
     _places.note(text)
 
 
+def original(copy: Path) -> Path | None:
+    """The file that this one is a copy of on the node; None where it is none."""
+    return _originals.get(copy)
+
+
 def cached(path: Path, note: Note | None = None) -> Path:
     """The copy of a file on this node, made now if there is none; the file itself where copies are not kept."""
     folder, tell = _places.copies, note or _places.note
@@ -85,6 +91,7 @@ def cached(path: Path, note: Note | None = None) -> Path:
     # A name for each state of the file: file systems differ in how exactly they keep times.
     state = hashlib.sha256(f"{found.st_size} {found.st_mtime_ns}".encode()).hexdigest()[:8]
     copy = folder / f"{path.stem}-{key}-{state}{path.suffix}"
+    _originals[copy] = path
     if _is_whole(copy, found.st_size):
         return copy
     try:
@@ -148,7 +155,7 @@ def _copy(path: Path, copy: Path, found: os.stat_result, tell: Note) -> None:
 
 
 def _remove_older(folder: Path, prefix: str, copy: Path) -> None:
-    """Copies of what the file was before; who has one open keeps it."""
+    """Copies of what the file was before; whoever still reads one is told that the file has changed."""
     for each in folder.iterdir():
         if each.name.startswith(prefix) and each != copy:
             each.unlink(missing_ok=True)

@@ -162,6 +162,16 @@ def test_columns_transform_and_lengths(write: Callable[[list[Row], Path], Path],
     whole = Table(path, lengths="tokens")
     assert whole.lengths(np.array([6, 39, 7])).tolist() == [6, 4, 0]
     assert Table(path, lengths="text").lengths([3, 33]).tolist() == [6, 7]
+    for wrong in (-1, 40):
+        with pytest.raises(IndexError, match=f"there is no sample {wrong}"):
+            whole.__getitems__([3, wrong])
+
+
+def test_a_line_is_parsed_once_for_its_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    table = Table(jsonl(ROWS, tmp_path), lengths="tokens")
+    expected = table.lengths(range(40))
+    monkeypatch.setattr(lines.json, "loads", lambda _: pytest.fail("it is known"))
+    assert (table.lengths(range(39, -1, -1)) == expected[::-1]).all()
 
 
 @pytest.mark.parametrize("write", [jsonl, parquet, parts], ids=lambda write: write.__name__)
@@ -562,6 +572,26 @@ def test_a_maker_that_was_killed_leaves_nothing_that_is_taken_for_a_table(node: 
     assert killed.exitcode == 9 and any(each.name.endswith(".part") for each in node.iterdir())
     assert Table(path)[39]["number"] == 39
     assert not any(each.name.endswith(".part") for each in node.iterdir())
+
+
+def test_a_big_file_that_is_not_packed_as_it_says_is_refused_without_a_note(node: Path, tmp_path: Path):
+    notes: list[str] = []
+    cache.use(node, None, notes.append)
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(b"hello")
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"t\.jsonl\.gz cannot be unpacked.*Not a gzipped file"):
+            Table(path)
+    assert not notes
+
+
+def test_a_copy_that_is_gone_is_told_with_its_original(node: Path, tmp_path: Path):
+    path = jsonl(ROWS, tmp_path)
+    table = Table(path)
+    for copy in node.glob("t-*.jsonl"):
+        copy.unlink()
+    with pytest.raises(RunFailed, match=rf"t-.*\.jsonl \(the copy of {path} on this node\) has changed"):
+        table[3]
 
 
 def test_without_room_on_the_node_a_note_is_told_and_memory_is_used(

@@ -63,6 +63,9 @@ def test_a_sample_is_a_row_of_the_batch(file: Path):
         assert torch.equal(ours["documents"], inputs["documents"][row])
     with pytest.raises(IndexError):
         data[len(data)]
+    for wrong in (-1, len(data)):
+        with pytest.raises(IndexError, match=f"there is no sample {wrong}"):
+            data.batch_of([0, wrong])
 
 
 def test_documents_are_chosen_as_from_a_list(file: Path):

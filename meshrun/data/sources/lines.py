@@ -49,6 +49,7 @@ class Lines:
         self.size = len(self._whole)
         self._data = np.frombuffer(self._whole, np.uint8)
         self._starts = _kept_starts(path, self._data) if self.size >= BIG else starts_of(self._data)
+        self._lengths: dict[str, NDArray[np.int64]] = {}
 
     def __len__(self) -> int:
         return len(self._starts) - 1
@@ -62,11 +63,17 @@ class Lines:
             return rows
         return [self._picked(number, row) for number, row in zip(ids.tolist(), rows, strict=True)]
 
-    def lengths(self, column: str, ids: NDArray[np.int64]) -> list[int]:
+    def lengths(self, column: str, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """How long that column is in these rows; 0 in one that cannot be read, which is told when it is used."""
         if self._file:
             self._file.check()
-        return [self._length(column, *each) for each in self._placed(ids)]
+        if column not in self._lengths:
+            # From 1, and only once: a row must be parsed for it, and a training that goes on asks for all before it.
+            self._lengths[column] = np.zeros(len(self), np.int64)
+        known = self._lengths[column]
+        for number, begin, end in self._placed(ids[known[ids] == 0]):
+            known[number] = 1 + self._length(column, number, begin, end)
+        return known[ids] - 1
 
     def _placed(self, ids: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
         """Numbers of rows, and where each begins and ends."""
@@ -159,8 +166,11 @@ def _is_blank(data: NDArray[np.uint8], at: int) -> bool:
 
 def _unpacked(path: Path) -> mmap.mmap | bytes:
     def make(to: Path) -> None:
-        with gzip.open(path) as packed, to.open("wb") as file:
-            shutil.copyfileobj(packed, file, _PIECE)
+        try:
+            with gzip.open(path) as packed, to.open("wb") as file:
+                shutil.copyfileobj(packed, file, _PIECE)
+        except gzip.BadGzipFile as error:  # is an OSError, and would be taken for one of the node's
+            raise EOFError(error) from None
 
     try:
         made = once(path, "unpacked 1", make) if path.stat().st_size >= BIG_WHEN_PACKED else None

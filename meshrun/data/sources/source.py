@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from meshrun.data import cache
 from meshrun.errors import BadSample, RunFailed, is_of_machine, unreadable_here
 
 T = TypeVar("T")
@@ -97,8 +98,10 @@ def _state(found: os.stat_result) -> tuple[int, int, int]:
 
 
 def changed(path: Path | str, what: str) -> str:
+    original = cache.original(Path(path))
+    copy = f" (the copy of {original} on this node)" if original is not None else ""
     return (
-        f"{path} has changed while it is being trained on ({what}); "
+        f"{path}{copy} has changed while it is being trained on ({what}); "
         f"give each training data that nobody writes to, and resume from a checkpoint"
     )
 
@@ -117,7 +120,7 @@ def unreadable(number: int, source: str, file: str, error: OSError) -> Exception
     return unreadable_here(file, why) if is_of_machine(error) else bad_sample(number, source, file, why)
 
 
-def inside(ids: list[int], length: int) -> NDArray[np.int64]:
+def inside(ids: Sequence[int] | NDArray[np.int64], length: int) -> NDArray[np.int64]:
     """The numbers as an array; IndexError if one of them is no sample's."""
     numbers = np.asarray(ids, dtype=np.int64)
     if len(numbers) and (numbers.min() < 0 or numbers.max() >= length):

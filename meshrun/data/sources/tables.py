@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from meshrun.data.sources.lines import Lines
 from meshrun.data.sources.mapped import fingerprint
 from meshrun.data.sources.saved import is_saved, saved
-from meshrun.data.sources.source import changed
+from meshrun.data.sources.source import changed, inside
 from meshrun.errors import RunFailed, UserError
 
 KINDS = {
@@ -125,7 +125,7 @@ class Table:
         self, ids: Sequence[int] | NDArray[np.int64]
     ) -> list[tuple[Part, Sequence[int] | NDArray[np.int64], NDArray[np.int64]]]:
         """Each part that has some of these rows, with their places among the ids and their numbers in the part."""
-        wanted = np.asarray(ids, np.int64)
+        wanted = inside(ids, len(self))
         if self._picked is not None:
             wanted = self._picked[wanted]
         if len(self._parts) == 1:

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrun.data.sources.mapped import Mapped
-from meshrun.data.sources.source import changed
+from meshrun.data.sources.source import changed, inside
 from meshrun.data.sources.token_format import TokenLayout, read_layout, tokenizer_beside
 from meshrun.errors import BadSample, RunFailed, UserError
 
@@ -112,7 +112,7 @@ class TokenFile:
         """The windows of these numbers, as one batch."""
         opened = self._open()
         opened.mapped.check()
-        window = self._windows_of(np.asarray(ids, np.int64))
+        window = self._windows_of(inside(ids, self._length))
         read = opened.windows(self._first_token, self.windows, self.context)[window]
         if read.max(initial=0) >= self.vocabulary:
             self._refuse(ids, window, read)
