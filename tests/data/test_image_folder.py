@@ -175,11 +175,13 @@ def test_samples_are_numbered_by_class_and_name(tmp_path: Path):
     assert len(data.__getitems__([1, 2])) == 2
 
 
-def test_the_fingerprint_is_of_the_names(tmp_path: Path):
+def test_the_fingerprint_is_of_names_and_sizes(tmp_path: Path):
     first = ImageFolder(written(tmp_path / "one", "a/1.png", "b/1.png"), 6)
     same = ImageFolder(written(tmp_path / "two", "a/1.png", "b/1.png"), 6)
     other = ImageFolder(written(tmp_path / "three", "a/1.png", "b/2.png"), 6)
     assert first.fingerprint == same.fingerprint != other.fingerprint
+    (tmp_path / "two" / "b" / "1.png").write_bytes(encoded(gradient()) + b"more")
+    assert ImageFolder(tmp_path / "two", 6).fingerprint != first.fingerprint
 
 
 def test_links_that_lead_back_end(tmp_path: Path):

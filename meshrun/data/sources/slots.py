@@ -46,7 +46,8 @@ class Slots:
             self.ways, self.sets = 1, chunks
         else:
             self.ways = WAYS
-            wanted = min(max(LEAST, CHUNKS * self.size), free_memory() // 8)
+            # Ranks of a node share them if they find the same size, and each finds somewhat more or less that is free.
+            wanted = min(max(LEAST, CHUNKS * self.size), 1 << (free_memory() // 8).bit_length() >> 1)
             self.sets = max(1, wanted // (self.size * WAYS))
         self._map()
 
