@@ -222,6 +222,7 @@ def test_after_a_kill_it_goes_on_and_ends_with_the_same_bytes(folder: Path, toke
     dest, notes = tmp_path / "killed.tokens", Notes()
     started_and_killed(folder, dest, parts=3, tokenizer=tokenizer)
     assert not dest.exists()
+    (tmp_path / "killed.tokenizer.json").write_text("{}")  # as if it had been killed between the names of both
     made = convert(folder, dest, workers=2, told=notes, tokenizer=tokenizer)
     assert made.resumed >= 3 and "going on from" in notes.lines[0]
     assert made.sha256 == expected.sha256 and not list(tmp_path.glob(".*"))

@@ -145,10 +145,19 @@ class Parts:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def has_parts(dest: Path) -> bool:
+    """Whether an earlier start has left some."""
+    return any(_folder(dest).glob("*.part"))
+
+
+def _folder(dest: Path) -> Path:
+    return dest.with_name(f".{dest.name}.parts")
+
+
 @contextlib.contextmanager
 def kept_parts(dest: Path, options: Mapping[str, Any], inputs: Iterable[Input], told: Told) -> Iterator[Parts]:
     """The parts of a result, which nobody else makes at the same time; without any, nothing stays behind."""
-    folder = dest.with_name(f".{dest.name}.parts")
+    folder = _folder(dest)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         held = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)

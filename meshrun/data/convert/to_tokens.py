@@ -20,7 +20,7 @@ from typing import BinaryIO
 import numpy as np
 
 from meshrun.data.convert.inputs import Job, files_below
-from meshrun.data.convert.parts import Filled, Parts, kept_parts, unwritable, write_part
+from meshrun.data.convert.parts import Filled, Parts, has_parts, kept_parts, unwritable, write_part
 from meshrun.data.convert.result import Converted, finished, free_to_write
 from meshrun.data.convert.texts import Reading, documents, good, jobs_of, kind_of
 from meshrun.data.convert.tokenizing import Tokens, library, opened, pieces, train
@@ -67,7 +67,8 @@ def to_tokens(source: Path, dest: Path, texts: Texts, crew: Crew, told: Told, ov
         raise UserError(f"train-on is {texts.train_on}; it must be at least 1, or absent (--train-on)")
     given = Tokens(texts.tokenizer, texts.start) if texts.tokenizer is not None else None
     beside = tokenizer_beside(dest)
-    free_to_write([dest, *([] if texts.tokenizer == beside else [beside])], overwrite)
+    # An earlier start may have been killed when only the tokenizer had its name.
+    free_to_write([dest] if texts.tokenizer == beside or has_parts(dest) else [dest, beside], overwrite)
     with kept_parts(dest, _options(source, texts), files_below(source), told) as parts:
         reading = Reading(kind_of(source, parts.inputs(), texts.split_lines), texts.column)
         tokenizer = parts.folder / _TOKENIZER
