@@ -62,7 +62,8 @@ def left_out(bad: dict[str, Any], folder: Path) -> str:
     times, first = bad["count"], bad["samples"][0]
     named = ", ".join(f"{each['set']} {each['id']}" for each in bad["samples"][:NAMED])
     more = ", …" if len(bad["samples"]) > NAMED else ""
-    why = first["why"].partition("; repair or remove it")[0]
+    # What to do about it, the end of such sentences, was done.
+    why = first["why"].rpartition("; ")[0] if first["why"].endswith("(--skip-bad-samples)") else first["why"]
     return (
         f"{times} time{'s' * (times > 1)} a sample was left out, since it cannot be read (--skip-bad-samples): "
         f"{named}{more}; of the first: {why}; all are in {folder}"

@@ -19,7 +19,7 @@ from meshrun.data.order import Order
 from meshrun.data.permutation import Ids
 from meshrun.experiment import Draws
 from meshrun.layout import parse
-from meshrun.train.bad_samples import BadSamples, read_bad
+from meshrun.train.bad_samples import BadSamples, left_out, read_bad
 from meshrun.train.bad_steps import Policy
 from meshrun.train.loop import Trainer
 from tests.train.small import Course, difference, plainly, points, small, small_net, start_on_cpu, trained
@@ -129,6 +129,15 @@ def test_what_was_left_out_is_read_once_each(tmp_path: Path):
     }
     lines = (tmp_path / "rank-00000.jsonl").read_text().splitlines()
     assert json.loads(lines[0]) == {"set": "train", "step": 3, "id": 17, "why": "why"}
+
+
+def test_who_leaves_samples_out_is_not_told_to_do_so():
+    for why, shown in {
+        "sample 1 cannot be read: a; b; convert again, or leave it out (--skip-bad-samples)": "cannot be read: a; b;",
+        "ValueError: rotten; very": "of the first: ValueError: rotten; very; all are in",
+    }.items():
+        told = left_out({"count": 1, "samples": [{"set": "train", "id": 1, "why": why}]}, Path("bad"))
+        assert shown in told and "leave it out" not in told
 
 
 class Texts:
