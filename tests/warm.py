@@ -16,6 +16,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import gc
 import inspect
 import json
@@ -34,7 +35,10 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 READY_S = 90.0
-MESHRUN = ["-m", "meshrun"]
+MODULES = ("meshrun", "tests.observe.warm")
+"""What is forked: all else is started as ever."""
+HIGH = 800
+"""File descriptors from here on are in nobody's way."""
 OF_IMPORTS = (
     "OMP_NUM_THREADS",
     "PYTHONPATH",
@@ -85,7 +89,8 @@ def _can_be_forked(asked: Mapping[str, Any]) -> bool:
     plain = not (asked["shell"] or asked["executable"] or asked["uid"] or asked["gid"] or asked["gids"])
     if not plain or asked["umask"] >= 0 or isinstance(words, str | bytes | os.PathLike):
         return False
-    if [str(word) for word in words[:3]] != [sys.executable, *MESHRUN]:
+    first, *rest = [str(word) for word in words[:3]]
+    if first != sys.executable or rest[:1] != ["-m"] or rest[1:] not in [[name] for name in MODULES]:
         return False
     env = os.environ if asked["env"] is None else asked["env"]
     if any(env.get(name) != _of_server(name) for name in OF_IMPORTS):
@@ -98,9 +103,9 @@ def _of_server(name: str) -> str | None:
 
 
 def _fds(asked: Mapping[str, Any]) -> list[int]:
-    """What its standard streams will be."""
+    """What it will have open: its standard streams, and what it is to inherit under the same number."""
     given = (asked["p2cread"], asked["c2pwrite"], asked["errwrite"])
-    return [standard if fd == -1 else fd for standard, fd in enumerate(given)]
+    return [*(standard if fd == -1 else fd for standard, fd in enumerate(given)), *asked["pass_fds"]]
 
 
 def _request(asked: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,6 +116,7 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any]:
         "cwd": str(asked["cwd"] or Path.cwd()),
         "session": bool(asked["start_new_session"]),
         "group": -1 if group is None else group,
+        "numbers": [0, 1, 2, *asked["pass_fds"]],
     }
 
 
@@ -122,7 +128,7 @@ _one_at_a_time = threading.Lock()
 
 def _fork_there(asked: Mapping[str, Any]) -> int | None:
     # Forks hear CTRL-C in any case; all else that a caller does before the program cannot be sent.
-    if asked["preexec_fn"] not in (None, hear_ctrl_c) or asked["pass_fds"]:
+    if asked["preexec_fn"] not in (None, hear_ctrl_c):
         return None
     request = _request(asked)
     with _one_at_a_time:
@@ -181,11 +187,12 @@ _finalizers: set[Any] = set()
 
 def serve(fd: int) -> dict[str, Any]:
     """Fork as asked until nobody is left to ask. Returns in forks, with what was asked."""
-    wire = socket.socket(fileno=fd)
+    wire = socket.socket(fileno=fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH))
+    os.close(fd)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # that is for its forks, which are in the same group
     wire.send(b"ready")
     while True:
-        message, fds, _, _ = socket.recv_fds(wire, 1 << 20, 3)
+        message, fds, _, _ = socket.recv_fds(wire, 1 << 20, 16)
         if not message:
             os._exit(0)
         between = os.fork()
@@ -193,7 +200,7 @@ def serve(fd: int) -> dict[str, Any]:
             # The process between ends, so that the kernel looks for another parent.
             between = os.getppid()
             request: dict[str, Any] = json.loads(message)
-            _be_a_process(request, fds, keep=[wire.fileno()])
+            _be_a_process(request, fds, wire.fileno())
             while os.getppid() == between:
                 time.sleep(0.0002)
             wire.send(str(os.getpid()).encode())
@@ -222,7 +229,7 @@ def _fork_here(asked: Mapping[str, Any]) -> int | None:
         _registered.clear()
         for each in set(weakref.finalize._registry) - _finalizers:  # type: ignore[attr-defined]
             weakref.finalize._registry.pop(each)  # type: ignore[attr-defined]
-        _be_a_process(request, _fds(asked), keep=asked["pass_fds"])
+        _be_a_process(request, _fds(asked))
         if asked["preexec_fn"] is not None:
             asked["preexec_fn"]()
         status = _status_of(request)
@@ -233,17 +240,17 @@ def _fork_here(asked: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _be_a_process(request: Mapping[str, Any], fds: Sequence[int], keep: Sequence[int] = ()) -> None:
+def _be_a_process(request: Mapping[str, Any], fds: Sequence[int], keep: int = 0) -> None:
     """Become what was asked for, as if this were a new process."""
     if request["session"]:
         os.setsid()
     elif request["group"] >= 0:
         os.setpgid(0, request["group"])
-    high = [os.dup(fd) for fd in fds]
-    for standard, fd in enumerate(high):
-        os.dup2(fd, standard, inheritable=True)
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH) for fd in fds]
+    for fd, number in zip(high, request["numbers"], strict=True):
+        os.dup2(fd, number, inheritable=True)
     for fd in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
-        if fd > 2 and fd not in keep:
+        if fd not in (*request["numbers"], keep):
             with contextlib.suppress(OSError):
                 os.close(fd)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115

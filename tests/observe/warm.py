@@ -20,6 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests import warm
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -27,7 +29,7 @@ class Warm:
     """The handle on that process."""
 
     def __enter__(self) -> Warm:
-        self._process = subprocess.Popen(
+        self._process = warm.Popen(
             [sys.executable, "-m", "tests.observe.warm"],
             cwd=ROOT,
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"},
