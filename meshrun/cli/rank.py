@@ -519,8 +519,7 @@ def print_to(log: Path) -> None:
 
 def _last_lines(error: BaseException, most: int = 4) -> list[str]:
     """Where it happened in the user's own program, the innermost call last, and the notes on it."""
-    frames = list(traceback.extract_tb(error.__traceback__))
+    frames, notes = list(traceback.extract_tb(error.__traceback__)), getattr(error, "__notes__", [])
     own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
-    frames = (own or frames)[-most:]
-    where = [f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames]
-    return [*where, *getattr(error, "__notes__", [])]
+    frames = own if own or notes else frames  # what a reader has met has the user's lines as notes
+    return [*(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-most:]), *notes]

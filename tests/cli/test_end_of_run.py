@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 
 from meshrun import mesh
-from meshrun.cli.rank import work
+from meshrun.cli.rank import _last_lines, work
 from meshrun.cli.target import find
 from meshrun.config import RunConfig
 from meshrun.observe.events import Event
+from meshrun.world.walltime import parse
 
 PROGRAM = str(Path(__file__).parent / "programs" / "with_bad.py")
 
@@ -51,3 +52,13 @@ def test_samples_that_were_left_out_and_time_that_was_waited_are_told_at_the_end
     assert waited.startswith(f"{100 * result['data_wait']:.0f} % of the time waited for data, on rank ")
     report = (run / "report.html").read_text()
     assert "2 samples skipped" in report and "of the time on rank" in report and "waited for data, on rank" in report
+
+
+def test_what_a_reader_has_met_is_told_with_the_users_lines_and_none_of_ours():
+    with pytest.raises(ValueError, match="weeks") as met:
+        parse("weeks")
+    met.value.__traceback__ = met.tb.tb_next  # without this file, as if the call had been meshrun's own
+    ours = _last_lines(met.value)
+    assert len(ours) == 1 and "meshrun" in ours[0]
+    met.value.add_note("mine.py:3 in __getitem__: raise ValueError('rotten')")
+    assert _last_lines(met.value) == ["mine.py:3 in __getitem__: raise ValueError('rotten')"]
