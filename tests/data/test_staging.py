@@ -420,6 +420,12 @@ def test_an_experiment_that_reads_what_is_to_be_staged_is_told_where_to_write_it
     assert "write a function stage_data(stage) beside it in the same file" in ended.sentences[0]
 
 
-def test_a_recipe_that_needs_nothing_says_so(call: Callable[..., Ended]):
-    ended = call("stage", "digits")
-    assert ended.status == 0 and ended.out.startswith("digits has no stage_data: it needs nothing from the internet")
+def test_a_program_that_needs_nothing_says_so(tmp_path: Path, call: Callable[..., Ended]):
+    program = tmp_path / "own.py"
+    program.write_text(
+        "from meshrun import Experiment, mean_squared_error\n"
+        "def experiment() -> Experiment:\n"
+        "    return Experiment(model=print, train=[1], loss=mean_squared_error, optimizer=print, batch=1, steps=1)\n"
+    )
+    ended = call("stage", program)
+    assert ended.status == 0 and ended.out.startswith("own.py has no stage_data: it needs nothing from the internet")
