@@ -10,7 +10,6 @@ Integers of targets become int64, fractions float32. `chunk` neighbours are best
 
 from __future__ import annotations
 
-import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from torch import Tensor
 from meshrun.data.cache import cached
 from meshrun.data.sources import pictures
 from meshrun.data.sources.kept import Kept
+from meshrun.data.sources.mapped import fingerprint
 from meshrun.data.sources.rows import NEIGHBOURS, H5File, Rows
 from meshrun.data.sources.source import Source, bad_sample, empty, inside
 from meshrun.errors import UserError
@@ -62,7 +62,7 @@ class Hdf5(Source):
                 self._open_encoded(found)
             else:
                 self._open_arrays(found)
-        self.fingerprint = f"hdf5-{_digest(self._file.path, f'{group} {inputs} {targets}')}"
+        self.fingerprint = f"hdf5-{fingerprint([self._file.path], f'{group} {inputs} {targets}')}"
 
     def _open_arrays(self, found: Any) -> None:
         dataset = self._dataset(found, self.inputs)
@@ -210,14 +210,3 @@ def _classes(found: Any) -> list[str]:
     if names is None:
         return []
     return [each.decode() if isinstance(each, bytes) else str(each) for each in np.asarray(names).ravel().tolist()]
-
-
-def _digest(path: Path, what: str) -> str:
-    """Of the file's size and of pieces all over it: tells whether it is the same data, without reading it all."""
-    size = path.stat().st_size
-    digest = hashlib.sha256(f"{what} {size}".encode())
-    with path.open("rb") as file:
-        for offset in np.linspace(0, max(0, size - 4096), 32).astype(int).tolist():
-            file.seek(offset)
-            digest.update(file.read(4096))
-    return digest.hexdigest()[:16]

@@ -45,12 +45,12 @@ class Mapped:
         self._watched.check(self._file.fileno())
 
 
-def fingerprint(files: Sequence[Path], rows: int) -> str:
-    """A word for what lies in these files, whatever they are called and wherever they are.
+def fingerprint(files: Sequence[Path], what: str) -> str:
+    """A word for what lies in these files, and what is read of them, whatever they are called and wherever they are.
 
     Of names and times it takes nothing, since copies have others; it looks at sizes and at some places of each file.
     """
-    summed = hashlib.sha256(str(rows).encode())
+    summed = hashlib.sha256(what.encode())
     for path in files:
         size = path.stat().st_size
         places = max(2, _PLACES // len(files))

@@ -85,7 +85,7 @@ class Table:
         if len(self) == 0:
             raise UserError(f"{self.path} has no rows; a table must have at least one")
         self.chunk = max(1, _READ_TOGETHER * rows // max(1, sum(part.size for part in self._parts)))
-        self.fingerprint = fingerprint([*files, *picked], rows)
+        self.fingerprint = fingerprint([*files, *picked], str(rows))
 
     def __getstate__(self) -> dict[str, Any]:
         opened = ("_parts", "_ends", "_picked")
