@@ -761,7 +761,7 @@ def experiment(
         schedule=Schedule("cosine", warmup=50, final=0.02),
         clip=1.0,
         batch=32,
-        steps=700,
+        epochs=1,
         collate=padded(fill=PAD, mask="attention_mask"),
         shuffle="length",
         tensor_plan=plan(shape) if model == "own" else None,
