@@ -30,6 +30,8 @@ from torch.utils.data import Subset, default_collate
 from meshrun.check.draws import find_draws
 from meshrun.config import write_json
 from meshrun.data.feed import to_device
+from meshrun.data.order import Order
+from meshrun.data.permutation import Ids
 from meshrun.experiment import Experiment, MapDataset
 from meshrun.mesh import Here
 from meshrun.parallel.build import How
@@ -96,6 +98,13 @@ class Found:
         return cls(**{**values, "tried": Tried(**values["tried"])})
 
 
+class Backwards(Order):
+    """The same batches, each from its end."""
+
+    def batch_ids(self, step: int) -> Ids:
+        return super().batch_ids(step)[::-1].copy()
+
+
 @dataclass(frozen=True)
 class Probing:
     """How to train, and where to write."""
@@ -104,6 +113,8 @@ class Probing:
     how: How = field(default_factory=How)
     lr_scale: float = 1.0
     record: Record | None = None
+    backwards: bool = False
+    """Each batch from its last sample to its first: other sums, where micro-batches may not be others."""
 
 
 def probe(experiment: Experiment, here: Here, probing: Probing) -> None:
@@ -120,6 +131,8 @@ def probe(experiment: Experiment, here: Here, probing: Probing) -> None:
         how=probing.how,
         inspect=gradients,
     )
+    if probing.backwards:
+        trainer.order = Backwards.of(watched, experiment.batch, experiment.seed, experiment.shuffle)
     trainer.optimizer.register_step_post_hook(gradients.after_update)
     pieces = [update.pieces for update in trainer.steps()]
     scores = trainer.evaluate() if evals else {}

@@ -8,6 +8,7 @@
 Some models blow rounding up: maxima jump where two values are equal but for the last bit, and AdamW makes updates of
 full size out of gradients that should be 0. So one process trains twice, the second time with other micro-batches,
 which changes the order of summation and nothing else (the twin): no layout can be blamed for what that pair differs by.
+BatchNorm over the whole batch allows no micro-batches; there the twin takes each batch from its end.
 """
 
 from __future__ import annotations

@@ -159,10 +159,10 @@ def _dispatch(words: list[str]) -> int:
             from meshrun.cli.rank import rank_command
 
             rank_command(Path(folder), int(launcher), *map(Path, memory))
-        case ["probe", folder, launcher]:
+        case ["probe", folder, launcher, *words]:
             from meshrun.cli.verify import probe_command
 
-            probe_command(Path(folder), int(launcher))
+            probe_command(Path(folder), int(launcher), *words)
         case ["run", *rest]:
             return _run(rest)
         case ["resume", *rest]:

@@ -4,7 +4,7 @@
     meshrun verify llama --dropout 0.2 --steps 50 --json
 
 Each training is a launch of its own; its ranks run `meshrun probe FOLDER PID` (`probe_command`), which people need not
-know. The first training is one process's, the second its twin with other micro-batches (`check.verify` says why).
+know. The first training is one process's, the second its twin with other sums (`check.verify` says why).
 """
 
 from __future__ import annotations
@@ -47,6 +47,8 @@ COVERING = (
     *("dp=2,fsdp=2", "fsdp=2,tp=2", "pp=2,fsdp=2", "pp=2,tp=2", "pp=4", "pp=2,fsdp=2,tp=2"),
 )
 """Every axis alone, one number of ranks that divides no batch, and the products that differ in how they are built."""
+BACKWARDS = "backwards"
+"""The word for a rank that takes each batch from its end."""
 
 
 @dataclass(frozen=True)
@@ -189,9 +191,12 @@ def _alone(config: RunConfig, experiment: Experiment, tolerance: float, shown: _
     if isinstance(folder, FirstFailure):
         raise (UserError if folder.by_user else RunFailed)(folder.text)
     found = Found.read(folder)
-    # Three pieces: other sums than those of two or four equal parts, and uneven where the batch is no multiple.
-    micro = -(-min(experiment.micro or experiment.batch, experiment.batch) // 3)
-    twin = _trained(replace(config, micro=micro), Layout(), "one process, other micro-batches", shown, nursery)
+    if config.sync_batchnorm:
+        twin = _trained(config, Layout(), "one process, batches backwards", shown, nursery, (BACKWARDS,))
+    else:
+        # Three pieces: other sums than those of two or four equal parts, and uneven where the batch is no multiple.
+        micro = -(-min(experiment.micro or experiment.batch, experiment.batch) // 3)
+        twin = _trained(replace(config, micro=micro), Layout(), "one process, other micro-batches", shown, nursery)
     noise = measure(found, Found.read(twin), (folder, twin)) if isinstance(twin, Path) else None
     return Alone(folder, found, noise, allow(tolerance, noise, len(found.losses)))
 
@@ -268,14 +273,18 @@ def _most_ranks(config: RunConfig) -> int:
     return min(8, max(2, 2 * len(granted())))
 
 
-def _trained(config: RunConfig, layout: Layout, what: str, shown: _Shown, nursery: Nursery) -> Path | FirstFailure:
+def _trained(
+    config: RunConfig, layout: Layout, what: str, shown: _Shown, nursery: Nursery, words: tuple[str, ...] = ()
+) -> Path | FirstFailure:
     """Train on a layout; returns the folder in which ranks have written what they found."""
     shown.begin(what)
-    name = str(layout).replace(",", "-").replace("=", "").replace(":", "-") + ("-micro" if "micro" in what else "")
+    twin = "-twin" if what.startswith("one process,") else ""
+    name = str(layout).replace(",", "-").replace("=", "").replace(":", "-") + twin
     run = RunDirectory.create(replace(config, procs=layout.size, layout=str(layout), name=name))
     try:
         failures = launch(
-            Job(["-m", "meshrun", "probe", str(run.path), PARENT], layout.size, target=config.target), nursery=nursery
+            Job(["-m", "meshrun", "probe", str(run.path), PARENT, *words], layout.size, target=config.target),
+            nursery=nursery,
         )
     except Interrupted as stopped:
         raise RunFailed(f"stopped by {stopped} while it trained on {what}") from stopped
@@ -370,7 +379,7 @@ def _all_same(outcome: Outcome) -> str:
 def _of_noise(outcome: Outcome) -> str:
     noise, tolerance = outcome.noise, f"tolerance {outcome.tolerance:g}"
     if noise is None:
-        return f"{tolerance}; this model's own rounding could not be measured: other micro-batches failed"
+        return f"{tolerance}; this model's own rounding could not be measured: its twin in one process failed"
     numbers = zip(
         ("losses", "gradient norms", "weights", "evaluation"),
         (noise.loss, noise.grad_norm, noise.weight, noise.evals),
@@ -386,8 +395,8 @@ def _number(value: float | None) -> str:
     return "-" if value is None else "0" if value == 0 else f"{value:.1e}"
 
 
-def probe_command(folder: Path, launcher: int) -> None:
-    """`meshrun probe FOLDER PID`: a rank of one training of `verify`, which is process PID."""
+def probe_command(folder: Path, launcher: int, *words: str) -> None:
+    """`meshrun probe FOLDER PID [backwards]`: a rank of one training of `verify`, which is process PID."""
     die_with_launcher(launcher)
     from meshrun import mesh
     from meshrun.check.probe import Probing, probe
@@ -400,7 +409,7 @@ def probe_command(folder: Path, launcher: int) -> None:
     try:
         here = start_rank(config)
         experiment, scale, _ = override(make(find(config.target), config.options, config.data), config)
-        probe(experiment, here, Probing(run.path, how_of(config), scale, recorder))
+        probe(experiment, here, Probing(run.path, how_of(config), scale, recorder, BACKWARDS in words))
         mesh.finish()
         recorder.close()
     except BaseException as error:

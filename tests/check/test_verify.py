@@ -25,13 +25,15 @@ PROGRAMS = Path(__file__).parent / "programs"
 TOLERANCE = 1e-5
 
 
-def train(program: str, layout: str, micro: int | None, folder: Path, sync_batchnorm: bool = False) -> None:
+def train(program: str, layout: str, micro: int | None, folder: Path, **how: bool) -> None:
     """The body of a rank."""
     file, _, function = program.partition(":")
     mesh.use(mesh.Meeting(layout=layout, device="cpu"))
     experiment = getattr(importlib.import_module(f"tests.check.programs.{file}"), function)()
-    how = How(sync_batchnorm=sync_batchnorm)
-    probe(replace(experiment, micro=micro or experiment.micro), mesh.start(), Probing(folder, how))
+    probing = Probing(
+        folder, How(sync_batchnorm=how.get("sync_batchnorm", False)), backwards=how.get("backwards", False)
+    )
+    probe(replace(experiment, micro=micro or experiment.micro), mesh.start(), probing)
 
 
 @dataclass
@@ -60,16 +62,10 @@ class Trainings:
     def name(self) -> str:
         return self.program.partition(":")[2]
 
-    def run(self, layout: str, name: str, micro: int | None = None, sync_batchnorm: bool = False) -> Path:
+    def run(self, layout: str, name: str, micro: int | None = None, **how: bool) -> Path:
         folder = self.folder / name
         folder.mkdir()
-        given = {
-            "program": self.program,
-            "layout": layout,
-            "micro": micro,
-            "folder": folder,
-            "sync_batchnorm": sync_batchnorm,
-        }
+        given = {"program": self.program, "layout": layout, "micro": micro, "folder": folder, **how}
         run_on_ranks(__file__, "train", parse(layout).size, given, timeout=50)
         return folder
 
@@ -145,6 +141,9 @@ def test_batchnorm_over_all_ranks_is_no_mistake(tmp_path: Path):
     trainings = Trainings("mistakes:batchnorm", tmp_path)
     assert trainings.allowed.depends_on_micro and trainings.allowed.losses[-1] == TOLERANCE
     assert trainings.on("dp=2", sync_batchnorm=True).verdict.ok
+    noise = trainings.measured(trainings.run("dp=1", "backwards", sync_batchnorm=True, backwards=True))
+    assert not noise.ids_equal and 0 < noise.grad_norm < TOLERANCE, "batches backwards show its rounding all the same"
+    assert not allow(TOLERANCE, noise, len(noise.losses)).depends_on_micro
 
 
 def test_gradient_norms_of_parameters_add_up_to_the_whole_on_every_layout(tmp_path: Path):
