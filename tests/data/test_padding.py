@@ -32,6 +32,15 @@ def test_each_input_has_its_own_length_and_fill_and_the_mask_is_that_of_the_firs
     assert targets.tolist() == [[1, 2, 3], [1, -1, -1]]
 
 
+def test_lengths_can_be_made_multiples_for_layouts_that_cut_sequences():
+    samples = [({"a": torch.arange(5)}, torch.arange(5)), ({"a": torch.arange(3)}, torch.arange(3))]
+    inputs, targets = padded(fill=7, mask="real", multiple=4)(samples)
+    assert inputs["a"].tolist() == [[0, 1, 2, 3, 4, 7, 7, 7], [0, 1, 2, 7, 7, 7, 7, 7]]
+    assert inputs["real"].sum(1).tolist() == [5, 3] and (targets == -100).sum(1).tolist() == [3, 5]
+    with pytest.raises(UserError, match=r"multiple of padded\(\) is 0; it must be a number of tokens above 0"):
+        padded(multiple=0)
+
+
 def test_targets_that_are_numbers_are_put_together():
     inputs, targets = padded()([(sequence(2), 3), (sequence(1), torch.tensor(5))])
     assert inputs.tolist() == [[1, 2], [1, 0]] and targets.tolist() == [3, 5]
