@@ -175,6 +175,7 @@ class Experiment:
         _check_dataset("train", self.train)
         for name, data in self.evals.items():
             _check_dataset(f"evals[{name!r}]", data)
+            _check_classes(self.train, name, data)
         for name, metric in self.metrics.items():
             if not callable(metric) or name in ("loss", "count", "skipped"):
                 raise UserError(
@@ -212,6 +213,17 @@ def _is_number(value: object) -> bool:
 def _check_number(name: str, value: int | None, least: int) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
         raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least} (--{name})")
+
+
+def _check_classes(train: object, name: str, data: object) -> None:
+    """Datasets that number classes by themselves must number the same ones."""
+    mine, theirs = getattr(train, "classes", None), getattr(data, "classes", None)
+    if isinstance(mine, list) and isinstance(theirs, list) and mine and theirs and mine != theirs:
+        raise UserError(
+            f"train has the classes {', '.join(map(str, mine))} but evals[{name!r}] has "
+            f"{', '.join(map(str, theirs))}, so that their numbers mean others; "
+            f"give both the same, such as ImageFolder(…, classes=train.classes)"
+        )
 
 
 def _check_dataset(name: str, data: object) -> None:

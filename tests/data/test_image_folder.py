@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from meshrun import ImageFolder
+from meshrun import Experiment, ImageFolder
 from meshrun.data import cache
 from meshrun.data.sources import pictures
 from meshrun.errors import BadSample, RunFailed, UserError
@@ -182,6 +182,19 @@ def test_the_fingerprint_is_of_names_and_sizes(tmp_path: Path):
     assert first.fingerprint == same.fingerprint != other.fingerprint
     (tmp_path / "two" / "b" / "1.png").write_bytes(encoded(gradient()) + b"more")
     assert ImageFolder(tmp_path / "two", 6).fingerprint != first.fingerprint
+
+
+def test_a_folder_that_has_not_all_classes_is_numbered_like_one_that_has(tmp_path: Path):
+    train = ImageFolder(written(tmp_path / "train", "a/1.png", "b/1.png", "c/1.png"), 6)
+    val = written(tmp_path / "val", "b/1.png", "b/2.png")
+    given = {"model": print, "loss": print, "optimizer": print, "batch": 1, "steps": 1}
+    with pytest.raises(UserError, match=r"train has the classes a, b, c but evals\['val'\] has b, so that"):
+        Experiment(train=train, evals={"val": ImageFolder(val, 6)}, **given)
+    like = ImageFolder(val, 6, classes=train.classes)
+    assert like.batch_of([0, 1])[1].tolist() == [1, 1] and like.fingerprint != ImageFolder(val, 6).fingerprint
+    Experiment(train=train, evals={"val": like}, **given)
+    with pytest.raises(UserError, match=r"val has the class 'b', which is none of a, c; remove it, or name it too"):
+        ImageFolder(val, 6, classes=["a", "c"])
 
 
 def test_links_that_lead_back_end(tmp_path: Path):

@@ -37,14 +37,19 @@ class ImageFolder(Source):
     """The images below a folder: (uint8 (3, size, size), class); shorter side resized to `size`, the middle cut out.
 
     `keep` says whether decoded images are kept in memory; None: when the whole set takes at most 1 GiB and a tenth of
-    the free memory.
+    the free memory. `classes` are those of another folder, where this one has not all of them: the training's, for
+    validation.
     """
 
-    def __init__(self, folder: str | Path, size: int = 224, *, keep: bool | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, size: int = 224, *, keep: bool | None = None, classes: Sequence[str] | None = None
+    ) -> None:
         if not isinstance(size, int) or size < 1:
             raise UserError(f"size of ImageFolder({str(folder)!r}) is {size!r}; it must be a number of pixels above 0")
         self.folder, self.size = Path(folder), size
         found = _classes(self.folder)
+        if classes is not None:
+            found = _numbered_like(classes, found, self.folder)
         self.classes = [os.fsdecode(name) for name, _, _ in found]
         self.ignored = sum(ignored for _, _, ignored in found)
         """Files in the class folders that are no images by their names."""
@@ -61,7 +66,7 @@ class ImageFolder(Source):
     def _sizes(self) -> str:
         """A word for the sizes of some files: names alone may be those of other pictures."""
         some = range(0, len(self.files), -(-len(self.files) // _LOOKED_AT))
-        return hashlib.sha256(repr([self._size(number) for number in some]).encode()).hexdigest()[:8]
+        return hashlib.sha256(repr((self.classes, [self._size(number) for number in some])).encode()).hexdigest()[:8]
 
     def _size(self, number: int) -> int:
         try:
@@ -188,6 +193,20 @@ def _classes(folder: Path) -> list[tuple[bytes, list[bytes], int]]:
         has = f"{images} images but no class folder" if images else "no class folder"
         raise UserError(f"image folder {folder} has {has}; {wanted}")
     return found
+
+
+def _numbered_like(
+    classes: Sequence[str], found: list[tuple[bytes, list[bytes], int]], folder: Path
+) -> list[tuple[bytes, list[bytes], int]]:
+    """The classes in that order; without images, those that are not here."""
+    here = {os.fsdecode(each[0]): each for each in found}
+    unknown = sorted(here.keys() - set(classes))
+    if unknown:
+        raise UserError(
+            f"image folder {folder} has the class {unknown[0]!r}, which is none of {', '.join(classes)}; "
+            f"remove it, or name it too (classes=…)"
+        )
+    return [here.get(name, (os.fsencode(name), [], 0)) for name in classes]
 
 
 def _images(top: bytes, seen: set[bytes]) -> tuple[list[bytes], list[bytes]]:
