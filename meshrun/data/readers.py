@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import traceback
+import warnings
 from collections.abc import Generator, Iterator
 from functools import partial
 from pathlib import Path
@@ -54,18 +55,20 @@ def by_readers(
     samples: Samples, wanted: Iterator[Wanted], count: int, ahead: int, pin: bool, seed: int
 ) -> Generator[Read, None, None]:
     """These micro-batches, in order, by `count` processes that keep `ahead` each ready; they are forked at once."""
-    loader: DataLoader[Read] = DataLoader(
-        _Told(samples),
-        sampler=wanted,
-        batch_size=None,
-        collate_fn=_as_it_is,  # type: ignore[arg-type]
-        num_workers=count,
-        pin_memory=pin,
-        prefetch_factor=ahead,
-        # Of its own: it would else draw from the program's, once more for every time that a run goes on.
-        generator=torch.Generator().manual_seed(seed),
-        worker_init_fn=partial(_listen_to_the_rank_alone, os.getpid()),
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "This DataLoader will create")  # more than cores, as was asked for
+        loader: DataLoader[Read] = DataLoader(
+            _Told(samples),
+            sampler=wanted,
+            batch_size=None,
+            collate_fn=_as_it_is,  # type: ignore[arg-type]
+            num_workers=count,
+            pin_memory=pin,
+            prefetch_factor=ahead,
+            # Of its own: it would else draw from the program's, once more for every time that a run goes on.
+            generator=torch.Generator().manual_seed(seed),
+            worker_init_fn=partial(_listen_to_the_rank_alone, os.getpid()),
+        )
     with _birth():
         return _heard(iter(loader))
 

@@ -82,11 +82,13 @@ class Samples(Dataset[Read]):
             return self._collate(self._noted(self._many, ids))
         return self._collate([self._one(number) for number in ids])
 
-    @staticmethod
-    def _noted(read: Callable[[list[int]], Any], ids: list[int]) -> Any:
+    def _noted(self, read: Callable[[list[int]], Any], ids: list[int]) -> Any:
         try:
             return read(ids)
         except Exception as error:
+            if not self.skip_bad and _can_be_skipped(error) and not isinstance(error, BadSample):
+                for number in ids:  # one of them, which the user wants to know
+                    self._one(number)
             error.add_note(f"while reading samples {', '.join(map(str, ids))}")
             raise
 
@@ -94,7 +96,8 @@ class Samples(Dataset[Read]):
         try:
             return self.dataset[number]
         except Exception as error:
-            error.add_note(f"while reading sample {number}")
+            hint = "" if self.skip_bad or not _can_be_skipped(error) else " (--skip-bad-samples goes on without such)"
+            error.add_note(f"while reading sample {number}{hint}")
             raise
 
     def _without_bad(self, wanted: Wanted, error: Exception) -> Read:

@@ -126,7 +126,8 @@ def _on_cores(worst: Wait, lost: bool, mended: str) -> list[str]:
         return [mended]
     if worst.workers < readers:
         return [f"read beside the computing (--workers {readers})"]
-    return ["give each rank more cores"]
+    more = 2 * worst.workers or 1
+    return ["give each rank more cores", f"more readers if these wait rather than compute (--workers {more})"]
 
 
 def _on_data(facts: Facts) -> list[str]:

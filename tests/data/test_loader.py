@@ -185,12 +185,12 @@ def test_an_error_that_cannot_be_sent_is_told_as_torch_does():
         list(Loader(Oddly(20), Order(20, 4), 0, 1, Reading(workers=1)).steps(0, 5))
 
 
-def test_an_error_in_a_dataset_that_reads_many_at_once_names_the_samples():
+def test_an_error_in_a_dataset_that_reads_many_at_once_names_the_sample():
     """torch's Subset, which random_split makes, reads so."""
     data = Subset(Broken(20), [12, 13, 14, 15])
     with pytest.raises(ValueError, match="bad jpeg") as caught:
         list(Loader(data, Order(4, 4, shuffle=NONE), 0, 2, ALONE).steps(0, 1))
-    assert "while reading samples 0, 1" in said_by(caught.value)
+    assert "while reading sample 1 (" in said_by(caught.value)
 
 
 def said_by(error: BaseException) -> str:

@@ -118,6 +118,13 @@ def test_the_users_own_errors_are_skipped_too_but_not_those_that_others_would_me
         Samples(Holes(4, {1}))[Wanted([0, 1], 2)]
 
 
+@pytest.mark.parametrize("kind", [Holes, Many, Wholes])
+def test_an_error_of_the_users_own_names_its_sample(kind: type[Holes]):
+    with pytest.raises(ValueError, match="cut off") as met:
+        Samples(kind(9, {4}, ValueError))[Wanted([3, 5, 4, 1], 4)]
+    assert met.value.__notes__[0] == "while reading sample 4 (--skip-bad-samples goes on without such)"
+
+
 def test_what_is_wrong_with_a_machine_is_skipped_on_none():
     class OnABadDisk(Holes):
         def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -44,7 +44,8 @@ def test_idle_cores_are_for_readers(cores: int, workers: int, readers: int):
 
 def test_who_has_a_reader_a_core_needs_more_cores():
     text = said(wait(0.2, cores=4, workers=3), Facts())
-    assert "--workers" not in text and "4 cores and 3 reader processes; give each rank more cores" in text
+    assert "4 cores and 3 reader processes; give each rank more cores, or more readers if these wait " in text
+    assert "(--workers 6)" in text
 
 
 def test_ranks_that_have_all_of_a_node_between_them_have_lost_none():
