@@ -335,11 +335,15 @@ WRONG: list[tuple[str, Callable[[Path], Path], str]] = [
     ("empty lines", named("t.jsonl", b"\n\n"), "t.jsonl has no rows; a table must have at least one"),
     ("damaged gzip", cut(packed, 0.5), "t.jsonl.gz cannot be unpacked, it is damaged or not all there"),
     ("no gzip", named("t.jsonl.gz", b"hello"), "t.jsonl.gz cannot be unpacked.*Not a gzipped file"),
-    ("ragged", csv_of("a,b\n1,2\n3\n"), "row 3 of .*t.csv has 1 columns and not 2 like the first"),
+    (
+        "ragged",
+        csv_of("a,b\n1,2\n3\n"),
+        "line 3 of .*t.csv has 1 columns and not 2 like the first; repair or remove it: rows of CSV cannot be skipped",
+    ),
     (
         "mixed",
         csv_of("a,b\n" + "1.5,x\n" * 9000 + "oh,y\n"),
-        "row 9,002 of .*invalid value 'oh' in column 'a'.*numbers",
+        "line 9,002 of .*invalid value 'oh' in column 'a'.*numbers",
     ),
     (
         "latin",
@@ -381,10 +385,27 @@ def test_what_is_wrong_with_a_table_is_a_sentence(
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize("write", [parquet, stream, comma, saved], ids=lambda write: write.__name__)
-def test_a_column_that_is_not_there_is_named(tmp_path: Path, write: Callable[[list[Row], Path], Path]):
+@pytest.mark.parametrize("write", [parquet, stream, comma, saved, jsonl], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("asked", [{"columns": ["text", "title"]}, {"lengths": "title"}], ids=["columns", "lengths"])
+def test_a_column_that_is_not_there_is_named(
+    tmp_path: Path, write: Callable[[list[Row], Path], Path], asked: dict[str, Any]
+):
     with pytest.raises(UserError, match="has no column 'title'; it has 'text', 'number'"):
-        Table(write([{"text": "a", "number": 1}], tmp_path), columns=["text", "title"])
+        Table(write([{"text": "a", "number": 1}], tmp_path), **asked)
+
+
+def test_a_column_that_some_lines_have_is_there(tmp_path: Path):
+    (tmp_path / "t.jsonl").write_bytes(b'oh\n{"a": 1}\n{"a": 2, "b": 3}\n')
+    table = Table(tmp_path / "t.jsonl", columns=["b"])
+    assert table[2] == {"b": 3}
+    with pytest.raises(BadSample, match=r"line 2.*it has no 'b' but 'a'"):
+        table[1]
+
+
+def test_a_broken_row_of_csv_is_told_by_its_line(tmp_path: Path):
+    (tmp_path / "t.csv").write_text('a,b\n\n1,"two\nlines"\n\n4,5,6\n')
+    with pytest.raises(UserError, match=r"line 6 of .*t\.csv has 3 columns"):
+        Table(tmp_path / "t.csv")
 
 
 def test_columns_are_a_list(tmp_path: Path):
@@ -408,7 +429,7 @@ def test_pyarrow_is_asked_for_only_where_it_is_needed(tmp_path: Path, monkeypatc
         Table(parquet(ROWS, tmp_path))
 
 
-@pytest.mark.parametrize("write", [jsonl, stream], ids=lambda write: write.__name__)
+@pytest.mark.parametrize("write", [jsonl, packed, stream, parquet], ids=lambda write: write.__name__)
 @pytest.mark.parametrize("how", ["shorter", "rewritten", "gone"])
 def test_a_file_that_changes_ends_the_run(
     tmp_path: Path, write: Callable[[list[Row], Path], Path], how: str, monkeypatch: pytest.MonkeyPatch

@@ -19,7 +19,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from meshrun.data.sources.mapped import Mapped
-from meshrun.data.sources.source import bad_sample
+from meshrun.data.sources.source import Watched, bad_sample, refuse_missing
 from meshrun.errors import UserError
 
 MAGIC = b"ARROW1"
@@ -42,8 +42,8 @@ class Columns:
     def __init__(self, path: Path, first: int, columns: Sequence[str] | None, turned: Any = None) -> None:
         """`turned` is the memory that is read in place of `path`, where that had to be turned into it."""
         self.path, self._first = path, first
-        self._file = Mapped(path) if turned is None else None
-        self._whole = pa.py_buffer(self._file.whole) if self._file else turned
+        self._file = Mapped(path) if turned is None else Watched(path)
+        self._whole = pa.py_buffer(self._file.whole) if isinstance(self._file, Mapped) else turned
         self.size = self._whole.size
         self.schema, self._offsets, self._ends = _contents(path, self._whole)
         self.columns = tuple(columns or self.schema.names)
@@ -55,8 +55,7 @@ class Columns:
 
     def rows(self, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
         """The rows of these numbers, counted from this file's first."""
-        if self._file:
-            self._file.check()
+        self._file.check()
         numbers, within = self._placed(ids)
         found = []
         for number, row in zip(numbers.tolist(), within.tolist(), strict=True):
@@ -70,14 +69,17 @@ class Columns:
     def lengths(self, column: str, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """How long that column is in these rows: elements of a list, bytes of a text; 0 where there is nothing."""
         refuse_missing(self.path, [column], self.schema.names)
-        if self._file:
-            self._file.check()
+        self._file.check()
         numbers, within = self._placed(ids)
         found = np.zeros(len(ids), np.int64)
         for number in np.unique(numbers):
             some = np.flatnonzero(numbers == number)
             found[some] = _lengths(self._batch(int(number)).column(column), within[some])
         return found
+
+    def names(self) -> list[str]:
+        """What its columns are called."""
+        return list(self.schema.names)
 
     def numbers(self) -> NDArray[Any]:
         """All of the first column."""
@@ -113,13 +115,6 @@ class Columns:
             except Exception as error:
                 return bad_sample(sample, "the table", str(self.path), f"its {name!r} is unusable, {one_line(error)}")
         return bad_sample(sample, "the table", str(self.path), "another time it could be")
-
-
-def refuse_missing(path: Path, columns: Sequence[str], there: Sequence[str]) -> None:
-    """A sentence for a column that a table does not have."""
-    for name in columns:
-        if name not in there:
-            raise UserError(f"{path} has no column {name!r}; it has {', '.join(map(repr, there))}")
 
 
 def refuse_others(part: Columns, first: Columns) -> None:

@@ -9,7 +9,9 @@ where none does.
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +19,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.csv
 
-from meshrun.data.sources.columns import one_line, refuse_missing
+from meshrun.data.sources.columns import one_line
+from meshrun.data.sources.source import refuse_missing
 from meshrun.errors import UserError
 
 _BLOCK = 16 << 20
@@ -92,9 +95,12 @@ def _names(path: Path) -> list[str]:
 def _told(path: Path, names: Sequence[str], error: Exception) -> Exception:
     found = _PLACE.match(str(error).removeprefix("CSV parse error: "))
     assert found is not None
-    row = f"row {int(found['row']):,} of {path}" if found["row"] else f"{path}"
+    row = f"{_line(path, int(found['row']))} of {path}" if found["row"] else f"{path}"
     if ragged := _RAGGED.match(found["why"]):
-        return UserError(f"{row} has {ragged['got']} columns and not {ragged['expected']} like the first; repair it")
+        return UserError(
+            f"{row} has {ragged['got']} columns and not {ragged['expected']} like the first; "
+            f"repair or remove it: rows of CSV cannot be skipped, as those of JSON lines can (--skip-bad-samples)"
+        )
     if found["column"] is None or not (unfit := _UNFIT.match(found["why"])):
         return UserError(f"{path} cannot be read as CSV: {one_line(error)}; repair it")
     if "UTF8" in unfit["what"]:
@@ -111,6 +117,22 @@ def _told(path: Path, names: Sequence[str], error: Exception) -> Exception:
 
 def _plural(kind: str) -> str:
     return {"double": "numbers", "bool": "true and false"}[kind]
+
+
+def _line(path: Path, row: int) -> str:
+    """The line of the file that a row starts in: values may have line breaks, and lines without any are no rows."""
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+            text = io.TextIOWrapper(file, "utf-8", errors="replace", newline="")
+            rows, count, before = csv.reader(text, delimiter=_parsing(path).delimiter), 0, 0
+            for each in rows:
+                count += bool(each)
+                if count == row:
+                    return f"line {before + 1:,}"
+                before = rows.line_num
+    except (csv.Error, OSError, EOFError):
+        pass
+    return f"row {row:,}"
 
 
 def _where_not_utf8(path: Path) -> str:

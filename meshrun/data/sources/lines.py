@@ -10,6 +10,7 @@ number, and can be skipped like any other bad sample. Packed files are unpacked,
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import mmap
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 
 from meshrun.data.sources.mapped import Mapped
 from meshrun.data.sources.once import Progress, once
-from meshrun.data.sources.source import bad_sample
+from meshrun.data.sources.source import Watched, bad_sample
 from meshrun.errors import BadSample, UserError
 
 _PIECE = 1 << 22
@@ -33,6 +34,8 @@ BIG = 1 << 28
 """Bytes from which on it is kept on the node where lines start."""
 BIG_WHEN_PACKED = 1 << 25
 """Bytes from which on a packed file is unpacked onto the node and not into memory."""
+_FIRST = 100
+"""Rows of which one must have a column that is asked for: else its name is wrong, and not all rows."""
 _BREAK = 10
 _BLANK = np.isin(np.arange(256), list(b" \t\r\n"))
 _MARK = b"\xef\xbb\xbf"
@@ -44,8 +47,8 @@ class Lines:
 
     def __init__(self, path: Path, first: int, columns: Sequence[str] | None) -> None:
         self.path, self.columns, self._first = path, columns, first
-        self._file = None if path.suffix == ".gz" else Mapped(path)
-        self._whole = self._file.whole if self._file else _unpacked(path)
+        self._file = Watched(path) if path.suffix == ".gz" else Mapped(path)
+        self._whole = self._file.whole if isinstance(self._file, Mapped) else _unpacked(path)
         self.size = len(self._whole)
         self._data = np.frombuffer(self._whole, np.uint8)
         self._starts = _kept_starts(path, self._data) if self.size >= BIG else starts_of(self._data)
@@ -56,8 +59,7 @@ class Lines:
 
     def rows(self, ids: NDArray[np.int64]) -> list[dict[str, Any]]:
         """The rows of these numbers, counted from this file's first."""
-        if self._file:
-            self._file.check()
+        self._file.check()
         rows = [self._row(*each) for each in self._placed(ids)]
         if self.columns is None:
             return rows
@@ -65,8 +67,7 @@ class Lines:
 
     def lengths(self, column: str, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """How long that column is in these rows; 0 in one that cannot be read, which is told when it is used."""
-        if self._file:
-            self._file.check()
+        self._file.check()
         if column not in self._lengths:
             # From 1, and only once: a row must be parsed for it, and a training that goes on asks for all before it.
             self._lengths[column] = np.zeros(len(self), np.int64)
@@ -74,6 +75,14 @@ class Lines:
         for number, begin, end in self._placed(ids[known[ids] == 0]):
             known[number] = 1 + self._length(column, number, begin, end)
         return known[ids] - 1
+
+    def names(self) -> list[str]:
+        """What its first rows have, of those that can be read."""
+        found: dict[str, None] = {}
+        for each in self._placed(np.arange(min(len(self), _FIRST))):
+            with contextlib.suppress(BadSample):
+                found.update(dict.fromkeys(self._row(*each)))
+        return list(found)
 
     def _placed(self, ids: NDArray[np.int64]) -> Iterator[tuple[int, int, int]]:
         """Numbers of rows, and where each begins and ends."""

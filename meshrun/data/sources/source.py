@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from meshrun.data import cache
-from meshrun.errors import BadSample, RunFailed, is_of_machine, unreadable_here
+from meshrun.errors import BadSample, RunFailed, UserError, is_of_machine, unreadable_here
 
 T = TypeVar("T")
 
@@ -74,9 +74,9 @@ class Watched:
         self.key = f"{path.resolve()} {self._state}"
         """Names this file in this state: for what is kept of it."""
 
-    def check(self, file: int) -> None:
-        """RunFailed if the opened file, or what has its name now, is not the one that it was."""
-        if _state(os.fstat(file)) == self._state:
+    def check(self, file: int | None = None) -> None:
+        """RunFailed if the opened file, if it is, or what has its name now, is not the one that it was."""
+        if file is None or _state(os.fstat(file)) == self._state:
             now = time.monotonic()
             if now - self._looked < LOOK_AGAIN:
                 return
@@ -84,7 +84,7 @@ class Watched:
         self.look()
 
     def look(self) -> None:
-        """The same without an open file."""
+        """The same of what has its name now, at once."""
         try:
             found = self.path.stat()
         except OSError as error:
@@ -118,6 +118,13 @@ def unreadable(number: int, source: str, file: str, error: OSError) -> Exception
     """What to raise where a sample's file cannot be read."""
     why = error.strerror or str(error)
     return unreadable_here(file, why) if is_of_machine(error) else bad_sample(number, source, file, why)
+
+
+def refuse_missing(path: Path, columns: Sequence[str], there: Sequence[str]) -> None:
+    """A sentence for a column that a table does not have."""
+    for name in columns:
+        if name not in there:
+            raise UserError(f"{path} has no column {name!r}; it has {', '.join(map(repr, there))}")
 
 
 def inside(ids: Sequence[int] | NDArray[np.int64], length: int) -> NDArray[np.int64]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from meshrun.data.sources.lines import Lines
 from meshrun.data.sources.mapped import fingerprint
 from meshrun.data.sources.saved import is_saved, saved
-from meshrun.data.sources.source import changed, inside
+from meshrun.data.sources.source import changed, inside, refuse_missing
 from meshrun.errors import RunFailed, UserError
 
 KINDS = {
@@ -51,6 +51,8 @@ class Part(Protocol):
     size: int
 
     def __len__(self) -> int: ...
+
+    def names(self) -> list[str]: ...
 
     def rows(self, ids: NDArray[np.int64]) -> list[Row]: ...
 
@@ -84,8 +86,15 @@ class Table:
         self._picked = _numbers(picked, rows) if picked else None
         if len(self) == 0:
             raise UserError(f"{self.path} has no rows; a table must have at least one")
+        self._refuse_missing()
         self.chunk = max(1, _READ_TOGETHER * rows // max(1, sum(part.size for part in self._parts)))
         self.fingerprint = fingerprint([*files, *picked], str(rows))
+
+    def _refuse_missing(self) -> None:
+        first = next(part for part in self._parts if len(part))
+        if there := first.names():
+            asked = (*(self.columns or ()), *((self.length_of,) if self.length_of is not None else ()))
+            refuse_missing(first.path, asked, there)
 
     def __getstate__(self) -> dict[str, Any]:
         opened = ("_parts", "_ends", "_picked")

@@ -15,9 +15,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from meshrun.data.sources.columns import one_line, refuse_missing
+from meshrun.data.sources.columns import one_line
 from meshrun.data.sources.delimited import Wider, read_delimited
 from meshrun.data.sources.once import Progress, once
+from meshrun.data.sources.source import refuse_missing
 from meshrun.errors import UserError
 
 SMALL = 32 << 20
