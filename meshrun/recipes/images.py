@@ -236,7 +236,8 @@ def sets_of(images: Path | None, pixels: int) -> tuple[ImageFolder | Hdf5, Image
             f"there are no images at {where}; give a folder with train/CLASS and val/CLASS, an .h5 file that "
             f"meshrun convert-data has made of one, or hymenoptera (--images)"
         )
-    train, val = (opened(where, split, pixels) for split in ("train", "val"))
+    train = opened(where, "train", pixels)
+    val = opened(where, "val", pixels, train.classes)
     if not train.classes or train.classes != val.classes:
         raise UserError(
             f"{where} has the classes {listed(train.classes)} for training but {listed(val.classes)} for validation; "
@@ -245,9 +246,10 @@ def sets_of(images: Path | None, pixels: int) -> tuple[ImageFolder | Hdf5, Image
     return train, val
 
 
-def opened(where: Path, split: str, pixels: int) -> ImageFolder | Hdf5:
+def opened(where: Path, split: str, pixels: int, classes: Sequence[str] | None = None) -> ImageFolder | Hdf5:
+    """The images of a split; those of a folder numbered like `classes`, which it need not have all of."""
     if where.is_dir():
-        return ImageFolder(where / split, pixels)
+        return ImageFolder(where / split, pixels, classes=classes)
     arrays = False
     with suppress(ImportError, OSError):  # what cannot be read is told by who reads it
         import h5py
@@ -439,7 +441,8 @@ def classify(model: Any, image: Path, top: int = 5) -> dict[str, float]:
             opened.draft("RGB", (pixels, pixels))
             upright = ImageOps.exif_transpose(opened).convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:
-        raise UserError(f"{image} cannot be read as an image: {error} (--image)") from None
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"{image} cannot be read as an image: {why} (--image)") from None
     raw = torch.frombuffer(bytearray(upright.tobytes()), dtype=torch.uint8).view(upright.height, upright.width, 3)
     square = fitted(raw.permute(2, 0, 1)[None], min(upright.size)).byte()
     resized = F.interpolate(square, (pixels, pixels), mode="bilinear", antialias=True)

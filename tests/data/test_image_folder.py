@@ -263,8 +263,9 @@ def test_a_machine_that_has_no_files_left_fails_the_run(tmp_path: Path, monkeypa
             data[number]
 
 
-def test_a_file_that_changes_or_goes_after_it_was_read_fails_the_run(tmp_path: Path):
-    data = ImageFolder(written(tmp_path, "a/1.png", "b/1.png", "b/2.png"), 8, keep=False)
+@pytest.mark.parametrize("keep", [False, True], ids=["read again", "decoded once"])
+def test_a_file_that_changes_or_goes_after_it_was_read_fails_the_run(tmp_path: Path, keep: bool):
+    data = ImageFolder(written(tmp_path, "a/1.png", "b/1.png", "b/2.png"), 8, keep=keep)
     forked(1, lambda _number: data.batch_of([0, 1])[1].tolist())  # what another reader has seen counts too
     (tmp_path / "a" / "1.png").write_bytes(encoded(gradient()))
     with pytest.raises(RunFailed, match=r"a/1.png has changed while it is being trained on \(it had \d+ bytes and has"):

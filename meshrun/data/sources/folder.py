@@ -87,6 +87,8 @@ class ImageFolder(Source):
         """The images of these numbers, (N, 3, size, size), and their classes."""
         numbers = inside(ids, len(self))
         images = empty((len(ids), 3, self.size, self.size), torch.uint8)
+        if self._kept.on and len(numbers):
+            self._look(int(numbers[0]))
         self._kept.take(numbers, images, self._decode)
         return images, torch.from_numpy(np.searchsorted(self._starts, numbers, side="right") - 1)
 
@@ -117,6 +119,18 @@ class ImageFolder(Source):
             os.close(file)
         self._compare(number, found, len(data))
         return data
+
+    def _look(self, number: int) -> None:
+        """What is decoded is not read again: of each batch, the first file is looked at."""
+        if not self._states[number, 0]:
+            return
+        try:
+            found = os.stat(self._root + self.files.raw(number))  # noqa: PTH116 - of bytes
+        except OSError as error:
+            if is_of_machine(error):
+                raise unreadable(number, str(self.folder), self._path(number), error) from None
+            raise RunFailed(changed(self._path(number), error.strerror or str(error))) from None
+        self._compare(number, found, found.st_size)
 
     def _compare(self, number: int, found: os.stat_result, read: int) -> None:
         size, written = self._states[number].tolist()
