@@ -15,11 +15,12 @@ from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from meshrun.data.effort import measured
 from meshrun.data.feed import Move
 from meshrun.data.order import Cut, Order, slice_of
 from meshrun.data.permutation import Ids
 from meshrun.data.readers import by_readers
-from meshrun.data.samples import Collate, Read, Samples, Wanted
+from meshrun.data.samples import NO_EFFORT, Collate, Effort, Read, Samples, Wanted
 from meshrun.experiment import MapDataset
 
 
@@ -53,6 +54,8 @@ class StepData:
     waited: float
     bad: tuple[tuple[int, str], ...] = ()
     """Samples of this rank's part that are not there, as they cannot be read, and why."""
+    effort: Effort = NO_EFFORT
+    """What it took to read them, in whatever process."""
 
     def moved(self, move: Move) -> StepData:
         """With its batches somewhere else."""
@@ -126,6 +129,7 @@ class Loader:
                     [read.batch for read in found],
                     waited,
                     tuple(each for read in found for each in read.bad),
+                    sum((read.effort for read in found), NO_EFFORT),
                 )
         finally:
             reads.close()
@@ -164,7 +168,8 @@ def _read(dataset: MapDataset, pieces: Iterator[Wanted], reading: Reading) -> Ge
     samples = Samples(dataset, reading.collate, reading.skip_bad)
     if reading.workers:
         return by_readers(samples, pieces, reading.workers, reading.prefetch, reading.pin, reading.seed)
-    return (samples[piece].pin_memory() if reading.pin else samples[piece] for piece in pieces)
+    found = (measured(samples, piece) for piece in pieces)
+    return (read.pin_memory() for read in found) if reading.pin else found
 
 
 def readers_of_a_rank(cores: int, threads: int, on_gpu: bool, light: bool) -> int:

@@ -30,6 +30,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from meshrun import errors
+from meshrun.data.effort import measured
 from meshrun.data.samples import Read, Samples, Wanted
 from meshrun.errors import RunFailed, UserError
 
@@ -89,7 +90,7 @@ class _Told(Dataset[Read]):
 
     def __getitem__(self, wanted: Wanted) -> Read:
         try:
-            return self.samples[wanted]
+            return measured(self.samples, wanted)
         except (UserError, RunFailed) as error:
             # One of ours: a class of the dataset's own may not be made of a sentence alone.
             kind = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)

@@ -37,6 +37,20 @@ class Wanted:
 
 
 @dataclass(frozen=True)
+class Effort:
+    """What reading took: the time, and how much of it was computing."""
+
+    seconds: float = 0.0
+    busy: float = 0.0
+
+    def __add__(self, other: Effort) -> Effort:
+        return Effort(self.seconds + other.seconds, self.busy + other.busy)
+
+
+NO_EFFORT = Effort()
+
+
+@dataclass(frozen=True)
 class Read:
     """What was read of a micro-batch."""
 
@@ -48,6 +62,7 @@ class Read:
     """Samples that were left out, and why."""
     error: tuple[Exception, str] | None = None
     """Instead of a batch: what another process has met, and how it came to it."""
+    effort: Effort = NO_EFFORT
 
     def pin_memory(self) -> Read:
         """torch calls this of what other processes have read."""

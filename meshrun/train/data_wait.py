@@ -14,21 +14,54 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshrun.data.samples import NO_EFFORT, Effort
 from meshrun.world import cores, disks
 from meshrun.world.disks import file_system_of, is_shared
 from meshrun.world.environment import inherited
 
 if TYPE_CHECKING:
     from meshrun.train.loop import Trainer
+    from meshrun.train.totals import Update
 
 WORTH_A_WORD = 0.10
 """Share of the time from which on waiting is spoken of."""
-LEAST_SECONDS = 0.2
+LEAST_WAITED = 0.2
 """And so many seconds: of less, nobody has felt anything."""
+LEAST_SECONDS, LEAST_STEPS = 5.0, 50
+"""Of a training that is shorter than both, nothing is known."""
+IDLE = 0.5
+"""Who computes less than that share of the time of reading waits for what it reads from."""
 MANY_FILES = 1_000
 MOST_READERS = 8
 """More than so many readers a rank are not advised: they would seldom find more to do."""
+MOST_WAITING = 16
+"""Nor more than so many that mostly wait."""
 HDF5 = (".h5", ".hdf5", ".hdf", ".he5")
+
+
+@dataclass
+class Tally:
+    """The steps of this process that tell whether data was waited for."""
+
+    left_out: int
+    """How many first ones do not: at those, readers are just beginning."""
+    steps: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+    effort: Effort = NO_EFFORT
+
+    def add(self, update: Update) -> None:
+        if self.left_out:
+            self.left_out -= 1
+            return
+        self.steps += 1
+        self.seconds += update.seconds
+        self.waited += update.data_wait
+        self.effort += update.effort
+
+    def wait(self, rank: int, host: str, workers: int, cores: frozenset[int]) -> Wait:
+        busy = self.effort.busy / self.effort.seconds if self.effort.seconds else 1.0
+        return Wait(rank, host, self.seconds, self.waited, workers, cores, self.steps, busy)
 
 
 @dataclass(frozen=True)
@@ -42,6 +75,9 @@ class Wait:
     waited: float
     workers: int
     cores: frozenset[int]
+    steps: int = LEAST_STEPS
+    busy: float = 1.0
+    """Share of the time of reading that was computing."""
 
     @property
     def share(self) -> float:
@@ -68,15 +104,16 @@ class Facts:
 def waited_for_data(trainer: Trainer, cached: bool) -> dict[str, Any]:
     """The share of the time that data was waited for, by rank and by the worst of them, and a word to the user."""
     here, totals = trainer.here, trainer.totals
-    own = Wait(here.rank, here.world.host, totals.seconds, totals.data_wait, trainer.reading.workers, cores.granted())
+    own = trainer.tally.wait(here.rank, here.world.host, trainer.reading.workers, cores.granted())
     waits = here.gathered((own, cores.granted_to_job(inherited(), here.world), cores.mended(here.world)))
+    shares = here.gathered(totals.data_wait / totals.seconds if totals.seconds else 0.0)
     worst, granted, mended = max(waits, key=lambda each: each[0].share)
     if here.rank == 0:
         facts = facts_of(trainer.experiment.train, trainer.experiment.shuffle, cached, granted, mended, disks.mounts())
         said = sentence(worst, [each for each, *_ in waits], facts)
         if said is not None:
             trainer.tell("note", text=said)
-    return {"data_wait": worst.share if worst.seconds else None, "data_waits": [each.share for each, *_ in waits]}
+    return {"data_wait": max(shares) if totals.seconds else None, "data_waits": shares}
 
 
 def facts_of(data: Any, shuffle: str, cached: bool, granted: int | None, mended: str, mounts: str) -> Facts:
@@ -94,7 +131,9 @@ def facts_of(data: Any, shuffle: str, cached: bool, granted: int | None, mended:
 
 def sentence(worst: Wait, waits: Sequence[Wait], facts: Facts) -> str | None:
     """What to tell the user, or None where waiting is not worth a word."""
-    if worst.share <= WORTH_A_WORD or worst.waited < LEAST_SECONDS:
+    if worst.share <= WORTH_A_WORD or worst.waited < LEAST_WAITED:
+        return None
+    if worst.seconds < LEAST_SECONDS and worst.steps < LEAST_STEPS:
         return None
     here = [each for each in waits if each.host == worst.host]
     on_node = len(frozenset[int]().union(*(each.cores for each in here)))
@@ -102,10 +141,11 @@ def sentence(worst: Wait, waits: Sequence[Wait], facts: Facts) -> str | None:
     lost = facts.granted is not None and on_node < facts.granted and 2 * len(worst.cores) * len(here) <= facts.granted
     where = f", on rank {worst.rank} of {worst.host}" if len(waits) > 1 else ""
     cores = _cores(worst, facts.granted if lost else None)
-    advice = [*_on_cores(worst, lost, facts.mended), *_on_data(facts)]
+    idle = worst.busy < IDLE
+    advice = [*(_on_waiting(worst) if idle else _on_cores(worst, lost, facts.mended)), *_on_data(facts)]
     return (
         f"{100 * worst.share:.0f} % of the time waited for data{where}: reading has {cores} and "
-        f"{_readers(worst.workers)}; {', or '.join(advice)}"
+        f"{_readers(worst.workers)}{_at_what(worst) if idle else ''}; {', or '.join(advice)}"
     )
 
 
@@ -120,14 +160,24 @@ def _readers(workers: int) -> str:
     return f"{workers} reader process{'es' * (workers > 1)}"
 
 
+def _at_what(worst: Wait) -> str:
+    return f", and computes {100 * worst.busy:.0f} % of its time but waits for the rest"
+
+
+def _on_waiting(worst: Wait) -> list[str]:
+    more = min(MOST_WAITING, max(2, 2 * worst.workers))
+    if worst.workers < more:
+        return [f"let more processes wait at once (--workers {more})"]
+    return ["what it reads from gives no more"]
+
+
 def _on_cores(worst: Wait, lost: bool, mended: str) -> list[str]:
     readers = min(MOST_READERS, len(worst.cores) - 1)
     if lost and mended:
         return [mended]
     if worst.workers < readers:
         return [f"read beside the computing (--workers {readers})"]
-    more = 2 * worst.workers or 1
-    return ["give each rank more cores", f"more readers if these wait rather than compute (--workers {more})"]
+    return ["give each rank more cores"]
 
 
 def _on_data(facts: Facts) -> list[str]:

@@ -41,6 +41,7 @@ from meshrun.parallel.build import How, build, demands_of, refuse_how
 from meshrun.state.weights import save_weights
 from meshrun.train.bad_samples import BadSamples
 from meshrun.train.bad_steps import Policy, Verdict
+from meshrun.train.data_wait import Tally
 from meshrun.train.evaluate import Scores, evaluate
 from meshrun.train.keeper import Keeper
 from meshrun.train.optim import make, refuse_unless_by_element, set_learning_rate
@@ -133,6 +134,7 @@ class Trainer:
         self.step = 0
         """The cursor: how many updates were done. It is all the state that the data has."""
         self.totals = Totals()
+        self.tally = Tally(prefetch + 1)
         self.evaluated = 0
         """The last step whose scores are known."""
         self.ending: Ending | None = None
@@ -273,7 +275,7 @@ class Trainer:
             ready = torch.cuda.Event()
             ready.record()
         self.totals.ids.add(data.ids)
-        return Update(data.step, len(data.ids), rate, data.waited, own, values, ready)
+        return Update(data.step, len(data.ids), rate, data.waited, own, values, ready, effort=data.effort)
 
     def _accept(self, values: list[float]) -> bool:
         """Whether an update goes into the weights: not where it would be skipped, or undone at once."""
@@ -287,6 +289,7 @@ class Trainer:
             raise RunFailed(f"{verdict.why} at step {update.step + 1}" if finite else self._not_finite(update))
         self._is_asked = self._is_asked or update.asked
         self.totals.add(update)
+        self.tally.add(update)
         self.tell(
             "step",
             step=update.step + 1,

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from meshrun.data.samples import NO_EFFORT, Effort
 from meshrun.train.evaluate import Scores
 from meshrun.train.ids import UsedIds
 
@@ -32,6 +33,8 @@ class Update:
     ready: torch.cuda.Event | None
     seconds: float = 0.0
     """Since the update before, less what the caller of `steps` did in between."""
+    effort: Effort = NO_EFFORT
+    """What it took to read its samples."""
 
     def _numbers(self) -> list[float]:
         if self.ready is not None:

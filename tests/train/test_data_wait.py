@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import Tensor
 from torch.utils.data import Subset
 
-from meshrun.train.data_wait import Facts, Wait, facts_of, sentence
+from meshrun.data.loader import Loader, Reading
+from meshrun.data.order import Order
+from meshrun.train.data_wait import Facts, Tally, Wait, facts_of, sentence
+from meshrun.train.totals import Update
 
 MENDED = "write 'export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK' before srun"
 MOUNTS = "/dev/sda1 / ext4 rw 0 0\nfs1 /p gpfs rw 0 0\n"
 
 
-def wait(share: float, rank: int = 0, cores: int = 1, workers: int = 0, first: int = 0, seconds: float = 100.0) -> Wait:
-    return Wait(rank, "n7", seconds, share * seconds, workers, frozenset(range(first, first + cores)))
+def wait(
+    share: float,
+    rank: int = 0,
+    cores: int = 1,
+    workers: int = 0,
+    first: int = 0,
+    seconds: float = 100.0,
+    busy: float = 0.9,
+) -> Wait:
+    return Wait(rank, "n7", seconds, share * seconds, workers, frozenset(range(first, first + cores)), busy=busy)
 
 
 def said(worst: Wait, facts: Facts, *others: Wait) -> str:
@@ -44,8 +58,19 @@ def test_idle_cores_are_for_readers(cores: int, workers: int, readers: int):
 
 def test_who_has_a_reader_a_core_needs_more_cores():
     text = said(wait(0.2, cores=4, workers=3), Facts())
-    assert "4 cores and 3 reader processes; give each rank more cores, or more readers if these wait " in text
-    assert "(--workers 6)" in text
+    assert "--workers" not in text and "4 cores and 3 reader processes; give each rank more cores" in text
+
+
+@pytest.mark.parametrize(("cores", "workers", "more"), [(1, 0, 2), (2, 1, 2), (2, 4, 8), (64, 12, 16)])
+def test_readers_that_wait_themselves_need_others_beside_them_and_no_cores(cores: int, workers: int, more: int):
+    text = said(wait(0.9, cores=cores, workers=workers, busy=0.03), Facts(128, MENDED))
+    assert text.endswith(
+        f"computes 3 % of its time but waits for the rest; let more processes wait at once (--workers {more})"
+    )
+
+
+def test_more_readers_than_help_are_not_advised():
+    assert "--workers" not in said(wait(0.9, workers=16, busy=0.03), Facts())
 
 
 def test_ranks_that_have_all_of_a_node_between_them_have_lost_none():
@@ -85,10 +110,45 @@ def test_what_would_not_help_is_not_advised(facts: Facts):
 
 
 @pytest.mark.parametrize(
-    "quick", [wait(0.1), wait(0.0), wait(0.9, seconds=0.1), Wait(0, "n7", 0.0, 0.0, 0, frozenset())]
+    "quick",
+    [
+        wait(0.1),
+        wait(0.0),
+        wait(0.9, seconds=0.1),
+        Wait(0, "n7", 4.0, 3.0, 0, frozenset(), 49),
+        Wait(0, "n7", 0.0, 0.0, 0, frozenset()),
+    ],
 )
 def test_little_waiting_is_not_worth_a_word(quick: Wait):
     assert sentence(quick, [quick], Facts(48, MENDED)) is None
+
+
+def test_the_start_of_the_readers_is_no_waiting_and_what_they_do_is_known():
+    class Slow:
+        def __len__(self) -> int:
+            return 64
+
+        def __getitem__(self, number: int) -> Tensor:
+            time.sleep(0.005)
+            return torch.zeros(1)
+
+    class Busy(Slow):
+        def __getitem__(self, number: int) -> Tensor:
+            until = time.thread_time() + 0.005
+            while time.thread_time() < until:
+                pass
+            return torch.zeros(1)
+
+    def share(data: Slow, workers: int) -> float:
+        loader = Loader(data, Order.of(data, 8, 0, "full"), 0, 1, Reading(workers=workers))
+        tally = Tally(3)
+        for step in loader.steps(0, 6):
+            tally.add(Update(step.step, 8, 0.1, step.waited, [], [], None, seconds=1.0, effort=step.effort))
+        assert tally.steps == 3 and tally.seconds == 3.0
+        return tally.wait(0, "n7", workers, frozenset()).busy
+
+    assert all(share(Slow(), workers) < 0.4 for workers in (0, 1))
+    assert all(share(Busy(), workers) > 0.7 for workers in (0, 2))
 
 
 def test_what_a_dataset_shows_of_its_place_is_found_also_inside_others(tmp_path: Path):
