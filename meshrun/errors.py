@@ -32,6 +32,14 @@ class BadSample(UserError):
     """One sample cannot be used: a sentence with its number and its file. `--skip-bad-samples` goes on without it."""
 
 
+class WrongTarget(UserError):
+    """A target that a loss cannot take: what it is, and its row in the batch, for whoever knows whose that is."""
+
+    def __init__(self, what: str, row: int, name: str = "") -> None:
+        super().__init__(f"the target of {name or f'row {row} of a batch'} {what}")
+        self.what, self.row = what, row
+
+
 class RunFailed(Exception):
     """The run itself failed (an error of the program, a loss that is not a number): one sentence, exit status 1."""
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from meshrun.errors import WrongTarget
 from meshrun.experiment import Loss
 
 Score = Callable[[Any, Any], Loss]
@@ -148,6 +149,15 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def counted(outputs: Any, piece: Piece, loss: Score) -> Loss:
     """The loss of a piece's real rows."""
+    try:
+        return _counted(outputs, piece, loss)
+    except WrongTarget as wrong:
+        if wrong.row < len(piece.ids):
+            raise WrongTarget(wrong.what, wrong.row, f"sample {piece.ids[wrong.row]}") from None
+        raise
+
+
+def _counted(outputs: Any, piece: Piece, loss: Score) -> Loss:
     rows = len(piece.ids)
     if piece.real == rows:
         return loss(outputs, piece.targets)

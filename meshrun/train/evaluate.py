@@ -16,6 +16,7 @@ import torch
 
 from meshrun.data.feed import fed, on, to_device
 from meshrun.data.loader import Evaluated, Reading, evaluation_batches
+from meshrun.errors import UserError, WrongTarget
 from meshrun.experiment import Experiment, Metric
 from meshrun.mesh import Here
 from meshrun.parallel.placed import Piece, Placed, Score
@@ -91,7 +92,10 @@ def _own_sums(
             yield Piece(*as_pair(to_device(each.batch, here.device)), each.ids, each.real)
 
     with contextlib.closing(fed(read, on(here.device), Evaluated.moved)) as batches:
-        sums = placed.scores(pieces(batches), functions)
+        try:
+            sums = placed.scores(pieces(batches), functions)
+        except WrongTarget as wrong:
+            raise UserError(f"in evals[{name!r}], {wrong}") from None
     # Ranks that share the samples of a replica have skipped the same ones.
     first = not any(here.place(axis) for axis in ("pp", "cp", "tp"))
     return torch.cat([sums, sums.new_tensor([[skipped if first else 0, 0]])])

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from meshrun.errors import WrongTarget
 from meshrun.experiment import Loss, Metric
 from meshrun.parallel.vocabulary import over_vocabulary, split_cross_entropy
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Loss:
     """Over classes: outputs (N, classes), targets (N) of class numbers."""
+    if not (targets.is_floating_point() and targets.shape == outputs.shape):  # shares of all classes are fine too
+        _refuse_no_classes(targets, outputs.shape[min(1, outputs.dim() - 1)], -100)
     return Loss(F.cross_entropy(outputs, targets, reduction="sum"), targets.numel())
 
 
@@ -27,6 +31,7 @@ def token_cross_entropy(outputs: Tensor, targets: Tensor, ignore_index: int = -1
     flat = targets.reshape(-1)
     if isinstance(outputs, DTensor):
         return Loss(split_cross_entropy(outputs, flat, ignore_index), (flat != ignore_index).sum())
+    _refuse_no_classes(targets, outputs.shape[-1], ignore_index)
     logits = outputs.reshape(-1, outputs.shape[-1])
     total = F.cross_entropy(logits, flat, ignore_index=ignore_index, reduction="sum")
     return Loss(total, (flat != ignore_index).sum())
@@ -42,6 +47,21 @@ def mean_squared_error(outputs: Tensor, targets: Tensor) -> Loss:
 def accuracy(outputs: Tensor, targets: Tensor) -> Loss:
     """Share of samples whose largest output is the target class."""
     return Loss((outputs.argmax(-1) == targets).sum(), targets.numel())
+
+
+def _refuse_no_classes(targets: Tensor, classes: int, ignored: int) -> None:
+    """Say which target is no number of a class; on a GPU of what type they are only, since looking at them costs."""
+    if targets.dtype not in (torch.int64, torch.uint8):
+        kind = str(targets.dtype).removeprefix("torch.")
+        raise WrongTarget(f"is of type {kind}; numbers of classes must be int64, from 0 to {classes - 1}", 0)
+    if targets.device.type != "cpu":
+        return
+    wrong = ((targets < 0) | (targets >= classes)) & (targets != ignored)
+    if wrong.any():
+        place = int(wrong.flatten().nonzero()[0])
+        row = place * len(targets) // targets.numel() if targets.dim() else 0
+        value = int(targets.flatten()[place])
+        raise WrongTarget(f"is {value}; the model tells {classes} classes apart, from 0 to {classes - 1}", row)
 
 
 def _exponential(mean: float) -> float:

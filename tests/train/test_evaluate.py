@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
-from meshrun import Loss, accuracy, token_cross_entropy
+from meshrun import Loss, UserError, accuracy, cross_entropy, token_cross_entropy
 from meshrun.train.loop import Trainer
 from tests.train.small import on_ranks, points, small, start_on_cpu
 
@@ -42,6 +45,19 @@ def test_eleven_samples_are_counted_once_on_any_number_of_ranks(ranks: int):
             "confident": hits[sure].sum().item() / sure.sum().item(),
         }
         assert scores["one"]["count"] == 1
+
+
+@pytest.mark.ranks(1)
+def test_a_target_that_is_no_class_is_told_with_its_sample():
+    inputs, targets = (each.clone() for each in SAMPLES.tensors)
+    targets[7] = 17
+    data = TensorDataset(inputs, targets)
+    trainer = Trainer(small(20, 6, evals={"val": data}, loss=cross_entropy), start_on_cpu(1))
+    with pytest.raises(UserError, match=r"in evals\['val'\], the target of sample 7 is 17; the model tells"):
+        trainer.evaluate()
+    trainer = Trainer(replace(small(20, 6, loss=cross_entropy), train=data), trainer.here)
+    with pytest.raises(UserError, match=r"^the target of sample 7 is 17; the model tells"):
+        list(trainer.steps())
 
 
 @pytest.mark.ranks(3)

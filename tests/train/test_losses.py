@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshrun import Loss, accuracy, cross_entropy, mean_squared_error, token_cross_entropy
+from meshrun import Loss, UserError, accuracy, cross_entropy, mean_squared_error, token_cross_entropy
 
 
 def mean(loss: Loss) -> float:
@@ -35,6 +35,17 @@ def test_parts_of_a_batch_add_up_to_the_whole(logits: Tensor):
     assert sum(part.count for part in parts) == 10
     total = sum(part.total.item() for part in parts)
     assert total / 10 == pytest.approx(mean(cross_entropy(logits, CLASSES)), rel=1e-6)
+
+
+def test_targets_that_are_no_classes_are_refused_with_their_row(logits: Tensor):
+    with pytest.raises(UserError, match=r"row 1 of a batch is 4; the model tells 4 classes apart, from 0 to 3"):
+        cross_entropy(logits[:3], torch.tensor([0, 4, -1]))
+    with pytest.raises(UserError, match=r"is of type float32; numbers of classes must be int64, from 0 to 3"):
+        cross_entropy(logits[:3], torch.tensor([0.0, 1.0, 2.0]))
+    with pytest.raises(UserError, match=r"row 1 of a batch is 9;"):
+        token_cross_entropy(torch.randn(2, 3, 4), torch.tensor([[0, -100, 1], [2, 9, 0]]))
+    shares = logits.detach().softmax(1)
+    assert torch.isfinite(cross_entropy(logits, shares).total), "shares of all classes are no numbers of classes"
 
 
 def test_token_cross_entropy_counts_only_tokens_that_are_not_ignored():
