@@ -110,12 +110,16 @@ def test_a_broken_picture_ends_it_or_is_left_out(folder: Path, tmp_path: Path):
 def test_what_cannot_be_converted_is_a_sentence(folder: Path, tmp_path: Path):
     dest = tmp_path / "pets.h5"
     for options, said in [
-        ({"form": "arrays"}, "--size 224"),
+        ({"form": "arrays"}, "--size 224$"),
         ({"size": 8}, "--images arrays"),
         ({"compress": "gzip"}, "leave --compress out"),
     ]:
         with pytest.raises(UserError, match=said):
             convert(folder, dest, **options)
+    for each in (folder / "val" / "dög").iterdir():
+        each.write_bytes(b"broken")
+    with pytest.raises(UserError, match=r"val has no picture that can be read: .*0\.jpg"):
+        convert(folder, dest, skip_bad=True)
     (folder / "val" / "bird").mkdir()
     with pytest.raises(UserError, match=r"class folder .*val/bird has no pictures"):
         convert(folder, dest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
@@ -23,6 +24,7 @@ from meshrun.cli.main import main
 from meshrun.data.convert import to_tokens as module
 from meshrun.data.convert import tokenizing
 from meshrun.data.convert.inputs import Input, opened
+from meshrun.data.convert.parts import unwritable
 from meshrun.data.convert.result import Converted, checked
 from meshrun.data.convert.texts import _READ
 from meshrun.data.convert.to_tokens import Texts, to_tokens
@@ -267,6 +269,8 @@ def test_a_full_disk_is_a_sentence_and_parts_stay(folder: Path, tokenizer: Path,
     assert "no room left for" in said and ".news.tokens.parts" in said and "run the same command again" in said
     made = convert(folder, dest, tokenizer=tokenizer, vocabulary=300)
     assert made.resumed > 5
+    at_once = str(unwritable(dest, OSError(errno.ENOSPC, "No space left"), tmp_path))
+    assert at_once.endswith("; free some space and run the same command again"), "nothing was done"
 
 
 def test_two_at_once_do_not_mix(folder: Path, tokenizer: Path, tmp_path: Path):
@@ -360,6 +364,7 @@ def test_what_cannot_be_converted_is_a_sentence(
         (tmp_path / "no.parquet", {"tokenizer": tokenizer}, "is not a Parquet file"),
         (folder, {"vocabulary": 256}, r"vocabulary is 256; it must be at least 257.*--vocabulary"),
         (folder, {"train_on": 0}, "--train-on"),
+        (folder, {"tokenizer": tmp_path / "gpt2.json"}, r"there is no tokenizer .*gpt2\.json; give .*--tokenizer"),
         (folder, {"tokenizer": blank}, r"blank\.txt is not a tokenizer.*--tokenizer"),
         (folder, {"tokenizer": tmp_path / "startless.json"}, r"none of the tokens <\|start\|>, .*--start"),
     ]:

@@ -168,6 +168,8 @@ def test_a_model_that_knows_fewer_tokens_is_refused(file: Path):
 
 
 def test_files_that_are_none_are_sentences(file: Path, tmp_path: Path):
+    with pytest.raises(UserError, match=r"is a folder and not a token file; meshrun convert-data .* makes one"):
+        TokenFile(tmp_path, 7)
     whole = file.read_bytes()
     for content, said in [
         (b"", "is not a token file"),

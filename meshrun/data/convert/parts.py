@@ -110,9 +110,10 @@ def facts_of(folder: Path, number: int) -> dict[str, Any]:
 def unwritable(path: Path, error: OSError, parts: Path) -> RunFailed:
     """Why a file could not be written, and what to do, as a sentence."""
     if error.errno in _NO_ROOM or "No space left" in str(error):
+        kept = f"what is done so far is kept in {parts}: " if any(parts.glob("*.part")) else ""
         return RunFailed(
-            f"there is no room left for {path} ({os.strerror(error.errno or errno.ENOSPC)}); what is done so far is "
-            f"kept in {parts}: free some space and run the same command again"
+            f"there is no room left for {path} ({os.strerror(error.errno or errno.ENOSPC)}); "
+            f"{kept}free some space and run the same command again"
         )
     return RunFailed(f"{path} cannot be written: {error.strerror or error}")
 

@@ -61,7 +61,8 @@ class Pictures:
         if self.form not in FORMS:
             raise UserError(f"images is {self.form!r}; it must be {' or '.join(FORMS)} (--images)")
         if self.form == "arrays" and (self.size is None or self.size < 1):
-            raise UserError(f"images as arrays need a size, such as --size 224, not {self.size}")
+            given = "" if self.size is None else f", not {self.size}"
+            raise UserError(f"images as arrays need a size, such as --size 224{given}")
         if self.form == "encoded" and self.size is not None:
             raise UserError(
                 f"size is {self.size}, but encoded images stay as they are; leave it out, or --images arrays"
@@ -229,6 +230,7 @@ def _joined(
             for group, numbers in of_group.items():
                 count = sum(facts_of(parts.folder, number)["samples"] for number in numbers)
                 if not count:
+                    parts.remove()
                     raise UserError(f"{source / group} has no picture that can be read: {totals.why[0]} (SOURCE)")
                 into = file.create_group(group) if group else file
                 into.attrs["format"] = FORMAT

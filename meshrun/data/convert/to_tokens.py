@@ -104,6 +104,8 @@ def _options(source: Path, texts: Texts) -> dict[str, object]:
 def _trained(source: Path, parts: Parts, reading: Reading, texts: Texts, told: Told) -> Tokens:
     path = parts.folder / _TOKENIZER
     if not path.exists():
+        if reading.kind != "text" and not texts.skip_bad:
+            _refuse_first(source, parts, reading)
         told.line("training the tokenizer")
         new = path.with_suffix(".new")
         try:
@@ -117,6 +119,14 @@ def _trained(source: Path, parts: Parts, reading: Reading, texts: Texts, told: T
     if tokens.vocabulary < texts.vocabulary:
         told.line(f"the texts give a vocabulary of {tokens.vocabulary:,} tokens only, not {texts.vocabulary:,}")
     return tokens
+
+
+def _refuse_first(source: Path, parts: Parts, reading: Reading) -> None:
+    """Read the first row: what is wrong with all, such as a column that is not there, is told before any work."""
+    jobs = jobs_of(source, parts.inputs(), reading, part_bytes(parts.bytes))
+    found = (each for job in jobs for each in documents(source, job.units, reading))
+    for _ in good(itertools.islice(found, 1), False, Bad()):
+        return
 
 
 def _train(source: Path, parts: Parts, reading: Reading, texts: Texts, path: Path) -> bool:

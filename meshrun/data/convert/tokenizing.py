@@ -30,6 +30,8 @@ class Tokens:
     """A tokenizer, and the token that each document begins with."""
 
     def __init__(self, path: Path, start: str | None) -> None:
+        if not path.is_file():
+            raise UserError(f"there is no tokenizer {path}; give the tokenizer.json of one (--tokenizer)")
         try:
             self.tokenizer: Any = library().Tokenizer.from_file(str(path))
         except Exception as error:  # the library has no types for its errors

@@ -138,6 +138,10 @@ def read_layout(path: Path) -> TokenLayout:
             size = os.fstat(file.fileno()).st_size
             length = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))[0]
             header = file.read(length) if 0 < length <= _LONGEST_HEADER else b""
+    except IsADirectoryError:
+        raise UserError(
+            f"{path} is a folder and not a token file; meshrun convert-data {path} NAME{ENDING} makes one of its texts"
+        ) from None
     except OSError as error:
         raise UserError(f"token file {path} cannot be read: {error.strerror or error}") from None
     try:
