@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from meshrun.cli.options import REQUIRED, Option, options_of, run_options, to_document
 from meshrun.cli.target import Target, find
@@ -329,15 +330,25 @@ def _app(help: str, panels: list[tuple[str, list[Option]]], passes_on: bool, cal
     kind = inspect.Parameter.KEYWORD_ONLY
     # With an underscore, since an experiment function may well have a parameter called context.
     parameters = [inspect.Parameter("_context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
-    for panel, options in panels:
+    for _, options in panels:
         for option in options:
-            annotation = _annotation(option, panel)
+            annotation = _annotation(option)
             parameters.append(inspect.Parameter(option.name, kind, default=None, annotation=annotation))
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     passing = {"ignore_unknown_options": True, "allow_extra_args": True} if passes_on else {}
-    made = typer.Typer(add_completion=False, rich_markup_mode="rich")
-    made.command(help=help, context_settings=passing)(command)
+
+    class Shown(TyperCommand):
+        def format_help(self, ctx: Any, formatter: Any) -> None:
+            from rich.console import Console
+
+            from meshrun.cli.help import show
+
+            del formatter
+            show(" ".join([ctx.command_path, *self.collect_usage_pieces(ctx)]), help, panels, Console())
+
+    made = typer.Typer(add_completion=False)
+    made.command(cls=Shown, help=help, context_settings=passing)(command)
     return made
 
 
@@ -346,21 +357,11 @@ def _flat(value: Any) -> Any:
     return [each for part in value for each in part] if isinstance(value, list) else value
 
 
-def _annotation(option: Option, panel: str) -> Any:
-    default = "required" if option.default is REQUIRED else option.shown_default and f"default {option.shown_default}"
-    # A bracket would begin rich's markup.
-    help = (option.help + (f" ({default})" if default else "")).replace("[", "\\[")
+def _annotation(option: Option) -> Any:
     if option.kind is bool:
         names = f"{option.flag}/--no-{option.flag[2:]}"
-        return Annotated[bool | None, typer.Option(names, help=help, show_default=False, rich_help_panel=panel)]
+        return Annotated[bool | None, typer.Option(names)]
     return Annotated[
         list[str] | None if option.many else str | None,
-        typer.Option(
-            option.flag,
-            parser=option.convert,
-            metavar=option.shape,
-            help=help,
-            show_default=False,
-            rich_help_panel=panel,
-        ),
+        typer.Option(option.flag, parser=option.convert, metavar=option.shape),
     ]

@@ -316,13 +316,19 @@ def test_help_of_a_target_lists_its_options_with_types_defaults_and_help(
         "--config PATH",
     ):
         assert line in shown
-    assert "--bias" in shown and "--no-bias" in shown
+    assert "--bias" in shown and "--no-NAME unsets" in shown
     assert "of-no-option" not in shown
 
 
 def test_help_without_a_target_lists_the_options_of_every_run(capsys: pytest.CaptureFixture[str]):
     shown = help_of(capsys)
     assert "--layout" in shown and "--json" in shown and "after TARGET, --help lists its options too" in shown
+
+
+def test_help_cuts_no_name_on_a_narrow_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    shown = help_of(capsys)
+    assert all(f" {option.flag} " in shown for option in run_options())
 
 
 def test_help_of_a_plain_script_lists_only_what_makes_sense_for_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
