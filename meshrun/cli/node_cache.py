@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from meshrun.config import MEMORY, RunConfig, RunDirectory, made_private
 from meshrun.data import cache
@@ -58,6 +59,20 @@ def use_node(
         note(f"data files are read where they are: cannot make {copies}: {error.strerror} (--cache)")
         copies = None
     cache.use(copies, memory / "shared" if memory is not None else None, note)
+
+
+def not_copied(config: RunConfig, data: Any) -> list[str]:
+    """A sentence for a training set that `--cache` does nothing for: small files are copied no faster than read."""
+    from meshrun.data.sources.folder import ImageFolder  # brings torch, which the launcher can do without
+
+    while not isinstance(data, ImageFolder) and hasattr(data, "dataset"):
+        data = data.dataset
+    if config.cache == "none" or not isinstance(data, ImageFolder):
+        return []
+    return [
+        f"the {len(data):,} files of {data.folder} are read where they are: --cache {config.cache} copies no image "
+        f"folders; meshrun convert-data makes one file of them, which it does copy"
+    ]
 
 
 def make_private(folder: Path) -> None:

@@ -28,7 +28,7 @@ from torch.utils.data import Subset
 import meshrun
 from meshrun import mesh
 from meshrun.cli.after import finish_with
-from meshrun.cli.node_cache import kept_on_node, use_node
+from meshrun.cli.node_cache import kept_on_node, not_copied, use_node
 from meshrun.cli.target import Target, find, make, place_of
 from meshrun.config import RunConfig, RunDirectory, write_json
 from meshrun.data.readers import has_lost_a_reader
@@ -304,7 +304,8 @@ def _train(
         run.save_config(config, {**_resolved(trainer), "parameters": round(parameters)})
         recorder.board = Board.open(run.path / "tensorboard") if config.tensorboard else None
     _tell_start(recorder, run, target, trainer)
-    for text in (*([note] if note else []), *here.notes, *trainer.placed.notes):
+    notes = [*([note] if note else []), *not_copied(config, experiment.train)]
+    for text in (*notes, *here.notes, *trainer.placed.notes):
         recorder("note", text=text)
     resumed = trainer.resume()
     if resumed is not None:

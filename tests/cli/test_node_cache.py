@@ -7,10 +7,12 @@ import stat
 from pathlib import Path
 
 import pytest
+from torch.utils.data import Subset
 
-from meshrun import UserError
-from meshrun.cli.node_cache import copies_of, kept_on_node, make_private
+from meshrun import ImageFolder, UserError
+from meshrun.cli.node_cache import copies_of, kept_on_node, make_private, not_copied
 from meshrun.config import MEMORY, RunConfig, RunDirectory
+from meshrun.recipes.images import STAMPS
 from meshrun.world import disks
 
 
@@ -37,6 +39,15 @@ def test_copies_are_made_for_this_user_alone_and_go_with_the_run(node: Path, tmp
         (copies / "train.h5").write_text("data")
         make_private(copies)
     assert list(node.iterdir()) == []
+
+
+def test_of_an_image_folder_it_is_said_that_it_is_not_copied():
+    pictures = ImageFolder(STAMPS / "val", 16)
+    for data in (pictures, Subset(pictures, [0, 1])):
+        assert not_copied(config("none"), data) == []
+        (said,) = not_copied(config("auto"), data)
+        assert "val are read where they are: --cache auto copies no image folders; meshrun convert-data" in said
+    assert not_copied(config("auto"), [(1, 2)]) == []
 
 
 def test_two_runs_and_two_nodes_on_a_machine_do_not_share_a_folder(node: Path, tmp_path: Path):
