@@ -196,9 +196,10 @@ def serve(fd: int) -> dict[str, Any]:
         if not message:
             os._exit(0)
         between = os.fork()
-        if between == 0 and os.fork() == 0:
-            # The process between ends, so that the kernel looks for another parent.
-            between = os.getppid()
+        if between == 0:
+            between = os.getpid()  # known before it ends, which may be before its child does anything
+            if os.fork():
+                os._exit(0)  # so that the kernel looks for another parent
             request: dict[str, Any] = json.loads(message)
             _be_a_process(request, fds, wire.fileno())
             while os.getppid() == between:
@@ -206,8 +207,6 @@ def serve(fd: int) -> dict[str, Any]:
             wire.send(str(os.getpid()).encode())
             wire.close()
             return request
-        if between == 0:
-            os._exit(0)
         os.waitpid(between, 0)
         for each in fds:
             os.close(each)
