@@ -48,6 +48,10 @@ class CutOff(RunFailed):
     """The run lost what it needs (ranks, nodes, its time), and may go well another time: exit status 75."""
 
 
+class StoppedByHand(RunFailed):
+    """The user has pressed CTRL-C, and a sentence says how it goes on: exit status 130."""
+
+
 def is_of_machine(error: BaseException | None) -> bool:
     """Whether an error, or one that it came from, says nothing of the data: another machine may read it well."""
     while error is not None:

@@ -224,7 +224,10 @@ def _panels(command: Command, options: list[Option]) -> list[tuple[str, list[Opt
 
 def invoke(app: typer.Typer, words: list[str], name: str = "meshrun") -> Any:
     """Run a typer application so that errors come back as exceptions."""
-    return typer.main.get_command(app).main(args=words, prog_name=name, standalone_mode=False)
+    found = typer.main.get_command(app).main(args=words, prog_name=name, standalone_mode=False)
+    if found == 130:  # what typer makes of CTRL-C, without a word
+        raise KeyboardInterrupt
+    return found
 
 
 def options_in(words: list[str], panels: list[tuple[str, list[Option]]], help: str, name: str) -> dict[str, Any] | None:

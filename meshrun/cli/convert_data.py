@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from meshrun.errors import UserError
+from meshrun.errors import StoppedByHand, UserError
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -153,6 +153,11 @@ def convert_data_command(
             made = to_tokens(source, dest, texts, _crew(workers), shown, overwrite)
         else:
             raise UserError(f"{dest} says not what to make; it must end in {', '.join((*HDF5, *TOKENS))} (DEST)")
+    except KeyboardInterrupt:
+        from meshrun.data.convert.parts import has_parts
+
+        goes_on = "; the same command goes on where it was" if dest is not None and has_parts(dest) else ""
+        raise StoppedByHand(f"stopped by CTRL-C{goes_on}") from None
     finally:
         shown.end()
     _tell(made, time.monotonic() - began, as_json)
@@ -194,11 +199,13 @@ def _check(dest: Path, shown: Shown, as_json: bool) -> int:
 def _tell(made: Converted, seconds: float, as_json: bool) -> None:
     what = "documents" if made.kind == "tokens" else "images"
     if made.bad:
-        print(f"{made.bad:,} bad {what} were left out, such as:", file=sys.stderr)
+        left = f"{made.bad:,} bad {what} were" if made.bad > 1 else f"1 bad {what[:-1]} was"
+        print(f"{left} left out, such as:", file=sys.stderr)
         for why in made.why[:SHOWN]:
             print(f"  {why}", file=sys.stderr)
     if made.empty:
-        print(f"{made.empty:,} documents without a text were left out", file=sys.stderr)
+        left = "1 document without a text was" if made.empty == 1 else f"{made.empty:,} documents without a text were"
+        print(f"{left} left out", file=sys.stderr)
     if as_json:
         names = ("kind", "samples", "bytes", "tokens", "sha256", "bad", "empty", "resumed")
         document = {"destination": str(made.destination), **{name: getattr(made, name) for name in names}}

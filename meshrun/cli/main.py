@@ -29,7 +29,7 @@ from meshrun.cli.inspect import inspect_command
 from meshrun.cli.jobs import cancel_command, follow_command, jobs_command
 from meshrun.cli.sites import sites_app
 from meshrun.cli.target import recipes
-from meshrun.errors import CutOff, RunFailed, SharedError, UserError
+from meshrun.errors import CutOff, RunFailed, SharedError, StoppedByHand, UserError
 from meshrun.launch.job import WORTH_A_RESTART
 from meshrun.world import detect
 
@@ -323,7 +323,7 @@ def _of_usage(error: Exception, text: str) -> str:
 
 def _give_up(error: BaseException, text: str, as_json: bool, debug: bool) -> int:
     """Say why, where people and where scripts look for it; returns the exit status."""
-    statuses = {UserError: 2, CutOff: WORTH_A_RESTART, KeyboardInterrupt: 130}
+    statuses = {UserError: 2, CutOff: WORTH_A_RESTART, KeyboardInterrupt: 130, StoppedByHand: 130}
     status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 1)
     if debug:
         traceback.print_exception(error)

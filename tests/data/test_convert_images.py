@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 
 from meshrun import Hdf5, ImageFolder
+from meshrun.cli.main import main
 from meshrun.data.convert import to_hdf5 as module
 from meshrun.data.convert.result import Converted
 from meshrun.data.convert.to_hdf5 import Pictures, to_hdf5
@@ -86,6 +88,21 @@ def test_after_a_failure_it_goes_on(folder: Path, tmp_path: Path, monkeypatch: p
         convert(folder, tmp_path / "again.h5")
     made = convert(folder, tmp_path / "again.h5", workers=2)
     assert made.resumed > 3 and made.sha256 == expected.sha256
+
+
+def test_ctrl_c_says_how_it_goes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def pressed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_joined", pressed)
+    with pytest.raises(SystemExit) as ended:
+        main(["convert-data", str(folder), str(tmp_path / "pets.h5"), "--workers", "1", "--json"])
+    assert ended.value.code == 130
+    said = capsys.readouterr()
+    sentence = "stopped by CTRL-C; the same command goes on where it was"
+    assert f"meshrun: {sentence}\n" in said.err and json.loads(said.out) == {"error": sentence, "status": 130}
 
 
 def test_classes_at_the_top_are_in_the_root(folder: Path, tmp_path: Path):
