@@ -43,7 +43,10 @@ def whole(path: Path) -> Iterator[Path]:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        beside.touch()
+        mode = beside.stat().st_mode  # by the umask, and not for its owner alone as safetensors makes it
         yield beside
+        beside.chmod(mode)
         with beside.open("rb") as written:
             os.fsync(written.fileno())
         beside.replace(path)

@@ -34,6 +34,12 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
+def test_others_may_read_weights_as_any_file_of_the_user(tmp_path: Path):
+    save_weights(tensors(net()), tmp_path / "w.safetensors", {})
+    (tmp_path / "note").touch()
+    assert (tmp_path / "w.safetensors").stat().st_mode == (tmp_path / "note").stat().st_mode
+
+
 def test_weights_and_buffers_come_back(tmp_path: Path):
     saved, other = net(), net()
     saved[1].running_mean += 3
