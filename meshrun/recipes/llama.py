@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -107,9 +108,9 @@ PLAN = {
 """How the model is split over tensor-parallel ranks, by the names of its modules."""
 
 
-def segments(model: Any) -> Sequence[nn.Module]:
+def segments(net: Any) -> Sequence[nn.Module]:
     """The model as modules applied in order, each to what the one before it gave."""
-    return [model.embed, *model.blocks, model.norm, model.head]
+    return [net.embed, *net.blocks, net.norm, net.head]
 
 
 class Embedding(nn.Embedding):
@@ -309,7 +310,7 @@ def experiment(
     highest = 3e-3 * math.sqrt(PRESETS["tiny"].hidden / shape.hidden) if lr is None else lr
     path = DATA if text is None else text
     if path.parent == Path() and not path.exists():
-        path = staged(path.name)
+        path = _staged(path)
     last = _last_documents(path, validation)
 
     def windows(documents: slice, most: int | None = None) -> TokenFile:
@@ -361,6 +362,19 @@ def _last_documents(path: Path, share: float) -> int:
             f"least one document for each of training and validation (--validation, --text)"
         )
     return last
+
+
+def _staged(path: Path) -> Path:
+    """A file that is not in the working directory, where `meshrun stage` puts them."""
+    try:
+        return staged(path.name)
+    except UserError as error:
+        place, missing, _ = str(error).partition(" is not here; ")
+        if not missing:
+            raise
+        raise UserError(
+            f"neither {path} nor {place} is there; meshrun convert-data makes one of your own texts (--text)"
+        ) from None
 
 
 def stage_data(stage: Stage) -> None:
@@ -491,11 +505,11 @@ HF_NAMES = {
 """Each part of a parameter's name as Hugging Face calls it; the order of numbers in the weights is the same."""
 
 
-def hf_parameters(model: Llama) -> dict[str, nn.Parameter]:
+def hf_parameters(net: Llama) -> dict[str, nn.Parameter]:
     """The parameters under Hugging Face's names; a tied head is not among them."""
     return {
         ".".join(HF_NAMES.get(part, part) for part in name.split(".")): parameter
-        for name, parameter in model.named_parameters()
+        for name, parameter in net.named_parameters()
     }
 
 
@@ -507,6 +521,7 @@ def save_hf(model: Llama, folder: Path) -> None:
     dtype = str(model.embed.weight.dtype).removeprefix("torch.")
     config = {**hf_config(model.shape), "torch_dtype": dtype}
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # which safetensors makes for its owner alone
 
 
 def hf_config(shape: Shape) -> dict[str, Any]:
@@ -531,12 +546,12 @@ def hf_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def load_hf(model: Llama, path: Path) -> None:
+def load_hf(net: Llama, path: Path) -> None:
     """Read weights in Hugging Face's names: a safetensors file, or a folder with one, or with several and their index.
 
     They must be those of this very model: no tensor more, none less, each of its shape. If not, nothing is read.
     """
-    parameters = hf_parameters(model)
+    parameters = hf_parameters(net)
     with ExitStack() as stack:
         try:
             opened = [stack.enter_context(safe_open(file, framework="pt")) for file in _safetensors(path)]
@@ -555,7 +570,7 @@ def load_hf(model: Llama, path: Path) -> None:
                     f"{name} in {path} has the shape {found} but this model needs {list(parameter.shape)}; "
                     f"give weights of the same preset (--weights, --preset)"
                 )
-        _check_config((path if path.is_dir() else path.parent) / "config.json", model.shape)
+        _check_config((path if path.is_dir() else path.parent) / "config.json", net.shape)
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.copy_(files[name].get_tensor(name))

@@ -315,7 +315,9 @@ def test_a_token_files_last_documents_are_for_validation(tmp_path: Path):
         assert (
             experiment(text=Path("words.tokens"), context=3, validation=0.2).train.fingerprint == made.train.fingerprint
         )
-        with pytest.raises(UserError, match=r"gone.tokens is not here; .*: meshrun stage llama"):
+        with pytest.raises(
+            UserError, match=r"neither gone.tokens nor .*/gone.tokens is there; meshrun convert-data makes one"
+        ):
             experiment(text=Path("gone.tokens"))
     finally:
         staging._place = None
