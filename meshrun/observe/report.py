@@ -298,7 +298,11 @@ def _evaluations(history: History) -> str:
     )
     counts = [
         f"{name}: {whole(scores.get('count')):,}"
-        + (f" ({whole(scores['skipped']):,} samples skipped)" if scores.get("skipped") else "")
+        + (
+            f" ({whole(scores['skipped']):,} sample{'s' * (scores['skipped'] != 1)} skipped)"
+            if scores.get("skipped")
+            else ""
+        )
         for name, scores in history.scores().items()
         if scores.get("count")
     ]

@@ -60,7 +60,7 @@ class Story:
         if self._out is not None and not (self.console.is_terminal and self._out.isatty()):
             print(line, file=self._out, flush=True)
         else:
-            self.console.print(line, markup=False, highlight=False)
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def tell(self, event: Event) -> None:
         match event["kind"]:
@@ -145,7 +145,8 @@ def stopped_in_time(stopped: Mapping[str, Any], run: str) -> str:
 def of_scores(scores: Mapping[str, float]) -> str:
     """What an evaluation of one set came to."""
     shown = [f"{name} {value:.4f}" for name, value in scores.items() if name not in ("count", "skipped")]
-    skipped = f", {scores['skipped']:,.0f} samples skipped" if scores.get("skipped") else ""
+    missing = scores.get("skipped", 0)
+    skipped = f", {missing:,.0f} sample{'s' * (missing != 1)} skipped" if missing else ""
     return "  ".join([*shown, f"({scores['count']:,.0f} counted{skipped})"])
 
 

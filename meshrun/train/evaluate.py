@@ -62,8 +62,9 @@ def _evaluate_one(
     scores = {each: total / count if count else math.nan for each, (total, count) in rows.items()}
     finished = {each: metric for each, metric in experiment.metrics.items() if isinstance(metric, Metric)}
     scores |= {each: metric.then(scores[each]) for each, metric in finished.items()}
-    missing = {"skipped": skipped} if skipped else {}
-    return {"loss": scores.pop("loss"), "count": rows["loss"][1], **missing, **scores}
+    count, missing = rows["loss"][1], {"skipped": int(skipped)} if skipped else {}
+    # A loss that weighs its samples may count parts of one.
+    return {"loss": scores.pop("loss"), "count": int(count) if count.is_integer() else count, **missing, **scores}
 
 
 def _own_sums(

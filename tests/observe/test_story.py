@@ -97,6 +97,12 @@ def test_evaluations_and_notes_are_lines_on_both(in_a_log: Shown, on_a_terminal:
         assert "batch 64 -> [128]" in shown, "brackets are no markup"
 
 
+def test_what_is_printed_after_a_training_is_not_broken_into_lines():
+    text, screen = "a sentence that the model has made, " * 9, io.StringIO()
+    Story(Console(file=screen)).tell({"kind": "after", "text": text})
+    assert screen.getvalue() == text + "\n"
+
+
 @pytest.mark.parametrize("kind", ["restart", "hang", "straggler"])
 def test_what_befalls_ranks_is_told_in_its_own_sentence(kind: str, in_a_log: Shown):
     in_a_log.tell({"kind": kind, "sentence": "rank 1 on node7 was killed by SIGKILL [after] step 2"})
