@@ -116,12 +116,18 @@ def waited_for_data(trainer: Trainer, cached: bool) -> dict[str, Any]:
     return {"data_wait": max(shares) if totals.seconds else None, "data_waits": shares}
 
 
-def facts_of(data: Any, shuffle: str, cached: bool, granted: int | None, mended: str, mounts: str) -> Facts:
-    """What a dataset shows of where its samples lie; what wraps another one shows that one's."""
+def read_from(data: Any) -> tuple[Any, str | Path | None]:
+    """The dataset that is inside of others, and the file or folder that it reads, where it shows one."""
     while not (hasattr(data, "path") or hasattr(data, "folder")) and hasattr(data, "dataset"):
         data = data.dataset
     found = getattr(data, "path", None) or getattr(data, "folder", None)
-    if not isinstance(found, str | Path):
+    return data, found if isinstance(found, str | Path) else None
+
+
+def facts_of(data: Any, shuffle: str, cached: bool, granted: int | None, mended: str, mounts: str) -> Facts:
+    """What a dataset shows of where its samples lie; what wraps another one shows that one's."""
+    data, found = read_from(data)
+    if found is None:
         return Facts(granted, mended, shuffle=shuffle, cached=cached)
     path = Path(found).absolute()
     files = getattr(data, "files", ()) if path.is_dir() else ()

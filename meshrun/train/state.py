@@ -26,6 +26,7 @@ from meshrun.errors import SharedError, UserError
 from meshrun.mesh import Here
 from meshrun.parallel.placed import Shard
 from meshrun.state.checkpoint import BadCheckpoint, Checkpoint, Region
+from meshrun.train.data_wait import read_from
 
 if TYPE_CHECKING:
     from meshrun.train.loop import Trainer
@@ -268,20 +269,27 @@ def refuse_other(trainer: Trainer, checkpoint: Checkpoint) -> None:
         shown = "; ".join(wrong[:4]) + (f"; and {len(wrong) - 4} more" if len(wrong) > 4 else "")
         raise SharedError(f"{checkpoint.path} is of another model: {shown}")
     saved_data, now = checkpoint.state["data"], _data(trainer)
-    for name in ("batch", "seed", "train_samples", "shuffle"):
+    _, found = read_from(trainer.experiment.train)
+    data = str(found or "the training set")
+    if saved_data.get("train_samples") != now["train_samples"]:
+        raise SharedError(
+            f"{checkpoint.path} was trained on {saved_data.get('train_samples')} samples but {data} has "
+            f"{now['train_samples']} now: the samples of its steps would be others; put back what it was trained on, "
+            f"or begin a new run"
+        )
+    for name in ("batch", "seed", "shuffle"):
         # What a checkpoint does not say, of when there was one order only, was the same.
         before = saved_data.get(name, "full" if name == "shuffle" else None)
         if before != now[name]:
-            word, flag = name.replace("_", " "), "" if name == "train_samples" else f" (--{name})"
             raise SharedError(
-                f"{checkpoint.path} was trained with {word} {before} but {word} is {now[name]} now: the samples of "
-                f"its steps would be others; resume with {before}{flag}, or begin a new run"
+                f"{checkpoint.path} was trained with {name} {before} but {name} is {now[name]} now: the samples of "
+                f"its steps would be others; resume with {before} (--{name}), or begin a new run"
             )
     before = saved_data.get("fingerprint")
     if before is not None and now["fingerprint"] is not None and before != now["fingerprint"]:
         raise SharedError(
-            f"{checkpoint.path} was trained on other data: its fingerprint was {before} and is {now['fingerprint']} "
-            f"now; put back what it was trained on, or begin a new run"
+            f"{checkpoint.path} was trained on other data than {data} has now, whose fingerprint is "
+            f"{now['fingerprint']} and was {before}; put back what it was trained on, or begin a new run"
         )
 
 

@@ -151,7 +151,7 @@ def test_a_checkpoint_of_another_model_is_refused_with_the_names_that_differ(sav
         ({"batch": 10}, "was trained with batch 12 but batch is 10 now"),
         ({"seed": 6}, "was trained with seed 5 but seed is 6 now"),
         ({"shuffle": "none"}, r"was trained with shuffle full but shuffle is none now.*resume with full \(--shuffle\)"),
-        ({"train": points(61)}, "was trained with train samples 60 but train samples is 61 now"),
+        ({"train": points(61)}, "was trained on 60 samples but the training set has 61 now.*; put back"),
         ({"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}, "the state of the optimizer Adam but"),
     ],
 )
@@ -174,7 +174,9 @@ def test_data_that_is_other_than_it_was_is_refused_where_it_can_be_told(tmp_path
     assert resumed(tmp_path, replace(noisy(4), train=data))[0] is not None
     assert resumed(tmp_path, noisy(4))[0] is not None, "this one does not say what it holds"
     data.fingerprint = "two"
-    with pytest.raises(UserError, match=r"trained on other data: its fingerprint was one and is two now; put back"):
+    with pytest.raises(
+        UserError, match=r"on other data than the training set has now, whose fingerprint is two and was one; put"
+    ):
         resumed(tmp_path, replace(noisy(4), train=data))
 
 
