@@ -236,6 +236,11 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def what_is_left(self) -> str:
+        """For a sentence on a run that was stopped: where it lies, and how it goes on if its state was written."""
+        goes_on = f": meshrun resume {self.path} goes on" if any(self.checkpoints.glob("step-*/manifest.json")) else ""
+        return f"what was reached is in {self.path}{goes_on}"
+
     @property
     def stop_file(self) -> Path:
         """Whoever makes it asks the run to stop in time."""

@@ -113,8 +113,7 @@ def _stopped_in_time(run: RunDirectory, by: Interrupted, ends: Ends) -> dict[str
     announced = in_job(inherited()) and by.number != signal.SIGINT
     if (announced or by.number == signal.SIGUSR2) and ends.written():
         return _reached(run)
-    goes_on = f": meshrun resume {run.path} goes on" if any(run.checkpoints.glob("step-*/manifest.json")) else ""
-    raise (CutOff if announced else RunFailed)(f"stopped by {by}; what was reached is in {run.path}{goes_on}") from by
+    raise (CutOff if announced else RunFailed)(f"stopped by {by}; {run.what_is_left()}") from by
 
 
 def lookout_of(run: RunDirectory, config: RunConfig, env: Mapping[str, str]) -> Lookout:

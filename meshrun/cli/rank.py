@@ -33,7 +33,7 @@ from meshrun.cli.target import Target, find, make, place_of
 from meshrun.config import RunConfig, RunDirectory, write_json
 from meshrun.data.readers import has_lost_a_reader
 from meshrun.data.staging import missing_of, use
-from meshrun.errors import CutOff, RunFailed, SharedError, UserError
+from meshrun.errors import CutOff, RunFailed, SharedError, StoppedByHand, UserError
 from meshrun.experiment import Experiment
 from meshrun.launch.anew import run_of
 from meshrun.launch.job import WORTH_A_RESTART
@@ -177,7 +177,12 @@ def work(config: RunConfig, target: Target, tell: Tell, again: RunDirectory | No
             raise UserError(
                 f"rank {here.rank} on {here.world.host} cannot see {run.path}; it must be on a shared disk (--runs)"
             )
-        return _work_in(run, here, target, tell)
+        try:
+            return _work_in(run, here, target, tell)
+        except KeyboardInterrupt:
+            if here.rank:
+                raise
+            raise StoppedByHand(f"stopped by CTRL-C; {run.what_is_left()}") from None
 
 
 def _work_in(run: RunDirectory, here: mesh.Here, target: Target, tell: Tell) -> dict[str, Any]:

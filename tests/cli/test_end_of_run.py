@@ -10,9 +10,11 @@ from unittest import mock
 import pytest
 
 from meshrun import mesh
+from meshrun.cli import rank
 from meshrun.cli.rank import _last_lines, work
 from meshrun.cli.target import find
-from meshrun.config import RunConfig
+from meshrun.config import RunConfig, RunDirectory
+from meshrun.errors import StoppedByHand
 from meshrun.observe.events import Event
 from meshrun.train import data_wait
 from meshrun.world.walltime import parse
@@ -55,6 +57,22 @@ def test_samples_that_were_left_out_and_time_that_was_waited_are_told_at_the_end
     assert " % of the time waited for data, on rank " in waited and waited.endswith(" at once (--workers 2)")
     report = (run / "report.html").read_text()
     assert "2 samples skipped" in report and "of the time on rank" in report and "waited for data, on rank" in report
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("kept", [True, False])
+def test_ctrl_c_names_the_run_and_what_goes_on_with_it_if_its_state_was_kept(tmp_path: Path, kept: bool):
+    def pressed(_config: RunConfig, run: RunDirectory, *_: object) -> None:
+        if kept:
+            (run.checkpoints / "step-00000002").mkdir(parents=True)
+            (run.checkpoints / "step-00000002" / "manifest.json").touch()
+        raise KeyboardInterrupt
+
+    with mock.patch.object(rank, "_train", pressed), pytest.raises(StoppedByHand) as stopped:
+        trained(tmp_path)
+    run = next(tmp_path.iterdir())
+    goes_on = f": meshrun resume {run} goes on" if kept else ""
+    assert str(stopped.value) == f"stopped by CTRL-C; what was reached is in {run}{goes_on}"
 
 
 def test_what_a_reader_has_met_is_told_with_the_users_lines_and_none_of_ours():
