@@ -44,8 +44,7 @@ def _kept_from_a_core() -> Iterator[Callable[[], float]]:
         yield lambda: 0.0
         return
     try:
-        yield (
-            lambda: int((os.pread(file, 100, 0).split() or [0, 0])[1]) / 1e9
-        )  # some stand-ins of kernels have it empty
+        # Empty where something only plays a kernel.
+        yield lambda: int((os.pread(file, 100, 0).split() or [b"0", b"0"])[1]) / 1e9
     finally:
         os.close(file)
