@@ -84,9 +84,7 @@ def test_without_room_anywhere_the_first_folder_of_the_node_will_say_so():
 
 
 def test_a_node_without_a_folder_of_its_own_is_refused_with_what_was_seen():
-    with pytest.raises(
-        UserError, match=r"TMPDIR \(/lustre/tmp\) is on lustre.*SLURM_TMPDIR .*not there.*memory"
-    ):
+    with pytest.raises(UserError, match=r"TMPDIR \(/lustre/tmp\) is on lustre.*SLURM_TMPDIR .*not there.*memory"):
         choose("tmp", [ON_LUSTRE, GONE], MEMORY)
 
 
