@@ -191,8 +191,14 @@ def _dispatch(words: list[str]) -> int:
             from meshrun.launch.stand_in import stand_in
 
             return stand_in(Path(folder), rest)
+        case [] | ["--help"]:
+            from rich.console import Console
+
+            from meshrun.cli.help import overview
+
+            overview(app, Console())
         case _:
-            return int(invoke(app, words or ["--help"]) or 0)
+            return int(invoke(app, words) or 0)
     return 0
 
 
