@@ -37,7 +37,9 @@ Lengths = Callable[[Ids], ArrayLike]
 
 # Positions permuted at a time: enough to spread numpy's cost a call over several batches, few enough for 0.3 ms.
 _BLOCK = 1024
-_KEPT = 4
+_AHEAD = 8
+"""Blocks of windows that are computed together by who goes through them in order."""
+_KEPT = _AHEAD + 4
 """Blocks that are kept: a batch may lie on two, and readers are ahead of the loop."""
 _CHUNKS, _INSIDE, _BATCHES, _ROWS = range(1, 5)
 """What a permutation is of, in its keys: those of one epoch are independent."""
@@ -96,14 +98,19 @@ class Order:
     def _block(self, epoch: int, block: int) -> Ids:
         found = self._kept.get((epoch, block))
         if found is None:
-            for oldest in list(self._kept)[: 1 - _KEPT]:  # threads may be at this together: none must mind another's
+            # Who comes from the block before will want the next ones too, and several at once cost little more.
+            many = _AHEAD if self.shuffle.kind == "window" and (epoch, block - 1) in self._kept else 1
+            for oldest in list(self._kept)[: many - _KEPT]:  # threads may be at this together: none must mind another's
                 self._kept.pop(oldest, None)
-            found = self._kept[epoch, block] = self._computed(epoch, block)
+            size, computed = self._block_size, self._computed(epoch, block, many)
+            blocks = range(block, block - (-len(computed) // size))
+            self._kept.update(((epoch, each), computed[(each - block) * size :][:size]) for each in blocks)
+            found = computed[:size]
         return found
 
-    def _computed(self, epoch: int, block: int) -> Ids:
-        start = block * self._block_size
-        positions = np.arange(start, min(start + self._block_size, self.length), dtype=np.uint64)
+    def _computed(self, epoch: int, block: int, many: int) -> Ids:
+        start, size = block * self._block_size, many * self._block_size
+        positions = np.arange(start, min(start + size, self.length), dtype=np.uint64)
         if self.shuffle.kind == "window":
             return self._in_windows(epoch, positions)
         ids = permute(positions, self.length, round_keys(self.seed, epoch))

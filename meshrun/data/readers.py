@@ -22,6 +22,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Generator, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from torch.utils.data import DataLoader, Dataset
 from meshrun import errors
 from meshrun.data.effort import measured
 from meshrun.data.samples import Read, Samples, Wanted
+from meshrun.data.sending import packed, unpacked
 from meshrun.errors import RunFailed, UserError
 
 _BY_A_READER = "in DataLoader worker process"
@@ -90,7 +92,8 @@ class _Told(Dataset[Read]):
 
     def __getitem__(self, wanted: Wanted) -> Read:
         try:
-            return measured(self.samples, wanted)
+            read = measured(self.samples, wanted)
+            return replace(read, batch=packed(read.batch))
         except (UserError, RunFailed) as error:
             # One of ours: a class of the dataset's own may not be made of a sentence alone.
             kind = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
@@ -173,7 +176,7 @@ def _heard(reads: Any) -> Generator[Read, None, None]:
             if read.error is not None:
                 met, text = read.error
                 raise met from (InReader(f"in a reader:\n{text}") if text else None)
-            yield read
+            yield replace(read, batch=unpacked(read.batch))
     finally:
         _shut(reads)
 

@@ -17,6 +17,7 @@ from typing import Any
 from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from meshrun.data.sending import unpacked
 from meshrun.errors import BadSample, RunFailed, UserError, is_of_machine
 from meshrun.experiment import MapDataset
 
@@ -66,7 +67,7 @@ class Read:
 
     def pin_memory(self) -> Read:
         """torch calls this of what other processes have read."""
-        return replace(self, batch=pin_memory(self.batch))
+        return replace(self, batch=pin_memory(unpacked(self.batch)))
 
     def of(self, wanted: Wanted) -> Wanted:
         """The micro-batch that it has become."""

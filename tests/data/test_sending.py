@@ -1,0 +1,53 @@
+"""What readers send: small tensors by value, and everything as it was."""
+
+from __future__ import annotations
+
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+
+from meshrun.data.loader import Loader, Reading
+from meshrun.data.order import Order
+from meshrun.data.sending import SMALL, _Value, packed, unpacked
+
+Pair = namedtuple("Pair", "a b")
+LARGE = torch.zeros(SMALL + 1, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.uint8, torch.bool, torch.bfloat16, torch.float16])
+def test_small_tensors_of_every_type_come_back_as_they_were(dtype: torch.dtype):
+    tensor = torch.arange(12).reshape(3, 4).to(dtype)
+    batch = ({"x": tensor, "view": tensor[:, 1:3].t()}, [tensor[0, 0], "text", None])
+    inputs, (scalar, text, nothing) = unpacked(packed(batch))
+    assert torch.equal(inputs["x"], tensor) and inputs["x"].dtype == dtype
+    assert torch.equal(inputs["view"], tensor[:, 1:3].t())
+    assert torch.equal(scalar, tensor[0, 0]) and (text, nothing) == ("text", None)
+
+
+def test_only_small_plain_tensors_in_plain_containers_are_sent_by_value():
+    small, parameter = torch.zeros(3), torch.nn.Parameter(torch.zeros(3))
+    assert isinstance(packed([small])[0], _Value)
+    for left in (LARGE, parameter, torch.zeros(3).to_sparse(), Pair(small, small)):
+        assert packed((left,))[0] is left
+
+
+class Mixed:
+    """Samples of a small and a large tensor, and a word."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return {"small": torch.full((3,), index), "large": LARGE + index, "word": str(index)}, torch.tensor(index)
+
+
+def test_a_rank_gets_the_same_batches_from_readers_as_it_reads_itself():
+    order = Order(12, 4, seed=1)
+    read = [list(Loader(Mixed(), order, 0, 1, Reading(workers=workers)).steps(0, 3)) for workers in (0, 2)]
+    for alone, by_readers in zip(*read, strict=True):
+        (mine, targets), (theirs, their_targets) = alone.batches[0], by_readers.batches[0]
+        assert torch.equal(mine["small"], theirs["small"]) and torch.equal(mine["large"], theirs["large"])
+        assert mine["word"] == theirs["word"] and torch.equal(targets, their_targets)
+        theirs["small"].add_(1)  # no view of what may not be written to
