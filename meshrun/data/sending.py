@@ -40,12 +40,13 @@ def unpacked(batch: Any) -> Any:
 
 
 def _as_value(each: Any) -> Any:
-    if type(each) is not Tensor or each.nbytes > SMALL or each.requires_grad or not each.is_cpu:
+    plain = type(each) is Tensor and each.is_cpu and each.layout is torch.strided and not each.requires_grad
+    if not plain or each.nbytes > SMALL:
         return each
     try:
         # Of its own: what is sent may be a view of something large.
         return _Value(np.array(each.numpy(), order="C"))
-    except (TypeError, RuntimeError):  # a type or a layout that numpy has not
+    except TypeError:  # a type that numpy has not
         return each
 
 
