@@ -30,7 +30,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from meshrun import errors
 from meshrun.data.effort import measured
 from meshrun.data.samples import Read, Samples, Wanted
 from meshrun.data.sending import packed, unpacked
@@ -96,7 +95,7 @@ class _Told(Dataset[Read]):
             return replace(read, batch=packed(read.batch))
         except (UserError, RunFailed) as error:
             # One of ours: a class of the dataset's own may not be made of a sentence alone.
-            kind = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
+            kind = next(each for each in type(error).__mro__ if each.__module__ == UserError.__module__)
             return Read(None, error=(kind(str(error)), ""))
         except Exception as error:
             sent = _as_sent(error)
