@@ -63,11 +63,13 @@ def use_node(
 
 def not_copied(config: RunConfig, data: Any) -> list[str]:
     """A sentence for a training set that `--cache` does nothing for: small files are copied no faster than read."""
+    if config.cache == "none":
+        return []
     from meshrun.data.sources.folder import ImageFolder  # brings torch, which the launcher can do without
 
     while not isinstance(data, ImageFolder) and hasattr(data, "dataset"):
         data = data.dataset
-    if config.cache == "none" or not isinstance(data, ImageFolder):
+    if not isinstance(data, ImageFolder):
         return []
     return [
         f"the {len(data):,} files of {data.folder} are read where they are: --cache {config.cache} copies no image "

@@ -9,25 +9,17 @@ from typing import Any
 import pytest
 import torch
 
-from meshrun import UserError, mesh
+from meshrun import UserError
 from meshrun.cli.after import as_json
-from meshrun.cli.rank import work
 from meshrun.cli.target import find
-from meshrun.config import RunConfig
 from meshrun.observe.events import Event
+from tests.cli import in_process
 
 PROGRAM = str(Path(__file__).parent / "programs" / "with_after.py")
 
 
 def trained(folder: Path, **options: Any) -> tuple[dict[str, Any], list[Event]]:
-    """What a rank returns, and what it tells."""
-    config = RunConfig(PROGRAM, options, runs=folder, device="cpu", tensorboard=False, deadline="none")
-    told: list[Event] = []
-    try:
-        return work(config, find(PROGRAM), told.append), told
-    finally:
-        mesh.finish()
-        mesh.use(mesh.Meeting())
+    return in_process.trained(PROGRAM, folder, options)
 
 
 @pytest.mark.ranks(2)

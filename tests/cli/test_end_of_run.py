@@ -9,29 +9,20 @@ from unittest import mock
 
 import pytest
 
-from meshrun import mesh
 from meshrun.cli import rank
-from meshrun.cli.rank import _last_lines, work
-from meshrun.cli.target import find
+from meshrun.cli.rank import _last_lines
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import StoppedByHand
 from meshrun.observe.events import Event
 from meshrun.train import data_wait
 from meshrun.world.walltime import parse
+from tests.cli import in_process
 
 PROGRAM = str(Path(__file__).parent / "programs" / "with_bad.py")
 
 
 def trained(folder: Path) -> tuple[dict[str, Any], list[Event]]:
-    config = RunConfig(
-        PROGRAM, runs=folder, device="cpu", tensorboard=False, deadline="none", workers=0, skip_bad_samples=True
-    )
-    told: list[Event] = []
-    try:
-        return work(config, find(PROGRAM), told.append), told
-    finally:
-        mesh.finish()
-        mesh.use(mesh.Meeting())
+    return in_process.trained(PROGRAM, folder, {}, workers=0, skip_bad_samples=True)
 
 
 @pytest.mark.ranks(2)

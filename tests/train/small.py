@@ -85,15 +85,21 @@ def plainly(
     course = Course([], [], {})
     for step in range(experiment.steps or 0):
         inputs, targets = batch_of(experiment.train, order.batch_ids(step).tolist())
-        loss = mean_loss(model(inputs), targets)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), experiment.clip or float("inf"))
-        optimizer.step()
-        optimizer.zero_grad()
-        course.losses.append(loss.item())
-        course.grad_norms.append(norm.item())
+        updated(course, model, optimizer, mean_loss(model(inputs), targets), experiment.clip)
     course.weights = {name: value.clone() for name, value in model.state_dict().items()}
     return course
+
+
+def updated(
+    course: Course, model: nn.Module, optimizer: torch.optim.Optimizer, loss: Tensor, clip: float | None
+) -> None:
+    """One update as plain torch does it, and its numbers."""
+    loss.backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), clip or float("inf"))
+    optimizer.step()
+    optimizer.zero_grad()
+    course.losses.append(loss.item())
+    course.grad_norms.append(norm.item())
 
 
 def trained(trainer: Trainer) -> Course:

@@ -22,7 +22,17 @@ from meshrun.layout import parse
 from meshrun.train.bad_samples import BadSamples, left_out, read_bad
 from meshrun.train.bad_steps import Policy
 from meshrun.train.loop import Trainer
-from tests.train.small import Course, difference, plainly, points, small, small_net, start_on_cpu, trained
+from tests.train.small import (
+    Course,
+    difference,
+    plainly,
+    points,
+    small,
+    small_net,
+    start_on_cpu,
+    trained,
+    updated,
+)
 
 LENGTH, BATCH, TOLERANCE = 20, 6, 1e-6
 ORDER = Order(LENGTH, BATCH, 4)
@@ -191,12 +201,7 @@ def plain_texts(shuffle: str) -> Course:
         alone = [(model(x["tokens"][None], torch.ones(1, len(y))), y) for x, y in samples]
         total = sum(F.cross_entropy(scores[0], y, reduction="sum") for scores, y in alone)
         loss = total / sum(len(y) for _, y in alone)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), experiment.clip or 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        course.losses.append(loss.item())
-        course.grad_norms.append(norm.item())
+        updated(course, model, optimizer, loss, experiment.clip or 1.0)
     course.weights = {name: value.clone() for name, value in model.state_dict().items()}
     return course
 
@@ -245,12 +250,7 @@ def plainly_augmented(experiment: Experiment) -> Course:
         inputs, targets = zip(*(experiment.train[number] for number in ids), strict=True)
         draws = SampleDraws(experiment.seed, step // 4, ids, torch.device("cpu"))
         loss = F.cross_entropy(model(noisy(torch.stack(inputs), draws)), torch.stack(targets))
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), experiment.clip or 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        course.losses.append(loss.item())
-        course.grad_norms.append(norm.item())
+        updated(course, model, optimizer, loss, experiment.clip or 1.0)
     course.weights = {name: value.clone() for name, value in model.state_dict().items()}
     return course
 

@@ -12,6 +12,7 @@ raise unreadable(17, "train", "train/cat/3.jpg", error)    # of the sample, or o
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from meshrun.data import cache
+from meshrun.data.sending import SMALL
 from meshrun.errors import BadSample, RunFailed, UserError, is_of_machine, unreadable_here
 
 T = TypeVar("T")
@@ -137,11 +139,9 @@ def inside(ids: Sequence[int] | NDArray[np.int64], length: int) -> NDArray[np.in
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor to read a batch into; in a reader, where the rank will see it without a copy."""
-    if get_worker_info() is None:
+    """A tensor to read a batch into; in a reader, if it is not sent by value, where the rank will see it uncopied."""
+    size = dtype.itemsize * math.prod(shape)
+    if size <= SMALL or get_worker_info() is None:
         return torch.empty(shape, dtype=dtype)
-    size = dtype.itemsize
-    for each in shape:
-        size *= each
     storage = torch.UntypedStorage._new_shared(size)
     return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload]
