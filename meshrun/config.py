@@ -55,9 +55,16 @@ class RunConfig:
     micro: int | None = option(None, "Most samples that a rank computes at once; the rest is accumulated.")
     seed: int | None = option(None, "Decides initial weights and the order of samples.")
     clip: float | None = option(None, "Largest norm of the global gradient.")
-    precision: Literal["fp32", "bf16"] | None = option(None, "bf16 computes matrix products in bfloat16.")
-    recompute: str = option("none", "Activations computed twice to save memory: none, full, selective, or every-K.")
-    compile: bool = option(False, "Compile each segment of the model.")
+    precision: Literal["fp32", "bf16", "float8"] | None = option(
+        None, "bf16 computes in bfloat16 with fp32 weights kept; float8 also has linear layers in 8 bits."
+    )
+    recompute: str = option(
+        "auto", "Activations computed twice to save memory: auto, none, full, selective, or every-K."
+    )
+    compile: bool | None = option(None, "Compile each segment of the model; on GPUs where it pays, when absent.")
+    graphs: bool | None = option(None, "Replay steps as CUDA graphs; where steps are short, when absent.")
+    states: Literal["fp32", "8bit"] = option("fp32", "What Adam's moments are kept in.")
+    update_in_backward: bool = option(False, "Update each weight as soon as its gradient is there, and let that go.")
     offload: bool = option(False, "Keep fsdp's shards and the optimizer's state in host memory.")
     sync_batchnorm: bool = option(False, "BatchNorm over the global batch instead of each micro-batch.")
     compress: Literal["none", "fp16", "bf16", "powersgd"] = option("none", "Compress dp's gradients on their way.")

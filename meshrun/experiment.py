@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-PRECISIONS = ("fp32", "bf16")
+PRECISIONS = ("fp32", "bf16", "float8")
 
 
 class MapDataset(Protocol):
@@ -135,7 +135,7 @@ class Experiment:
     clip: float | None = None
     """Largest norm of the global gradient."""
     precision: str = "fp32"
-    """fp32, or bf16: matrix products in bfloat16, weights and sums in fp32."""
+    """fp32; bf16: computed in bfloat16, weights and sums kept in fp32; float8: linear layers in 8 bits beside that."""
     micro: int | None = None
     """Most samples that a rank computes at once; the rest is accumulated."""
     seed: int = 0

@@ -182,7 +182,7 @@ def test_a_rank_that_never_joins_is_waited_for_and_then_named_by_what_it_missed(
 @pytest.mark.ranks(2)
 def test_a_rank_that_goes_away_is_told_from_one_that_is_late():
     mesh.use(Meeting(device="cpu"))
-    here, group = mesh.start(), short_group(20)
+    here, group = mesh.start(), short_group(50)
     dist.all_reduce(torch.ones(1), group=group)
     if here.rank == 1:
         dist.destroy_process_group(group)
@@ -195,7 +195,7 @@ def test_a_rank_that_goes_away_is_told_from_one_that_is_late():
             here.waiting("the sums"),
         ):
             dist.all_reduce(torch.ones(2), group=group)
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 40
     dist.barrier()
 
 

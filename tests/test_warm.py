@@ -92,7 +92,7 @@ def test_it_is_waited_for_and_hears_signals(script: Path, number: signal.Signals
         assert process.stdout is not None and process.stdout.readline() == "asleep\n"
         assert process.poll() is None and psutil.Process(process.pid).ppid() == os.getpid()
         process.send_signal(number)
-        assert process.wait(10) == -number
+        assert process.wait(60) == -number
 
 
 def test_what_cannot_be_forked_is_started_as_ever(monkeypatch: pytest.MonkeyPatch):

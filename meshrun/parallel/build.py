@@ -58,7 +58,11 @@ class How:
     """What changes how a step is computed, never what."""
 
     recompute: str = "none"
-    compile: bool = False
+    compile: bool | None = False
+    """None leaves it to what the model and the device are."""
+    graphs: bool | None = False
+    states: str = "fp32"
+    update_in_backward: bool = False
     offload: bool = False
     sync_batchnorm: bool = False
     compress: str = "none"

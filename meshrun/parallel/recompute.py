@@ -38,12 +38,12 @@ _KEPT = [
 
 def every(text: str) -> int:
     """Every how many segments one is recomputed; 0 for none. A `UserError` for what is no level."""
-    if text in ("none", "full", "selective"):
-        return 0 if text == "none" else 1
+    if text in ("auto", "none", "full", "selective"):
+        return 0 if text in ("auto", "none") else 1
     found = re.fullmatch(r"every-([1-9]\d{0,3})", text)
     if found is None:
         raise UserError(
-            f"recompute is {text!r}; it must be none, full, selective, or every-K for every K-th segment (--recompute)"
+            f"recompute is {text!r}; it must be auto, none, full, selective, or every-K for every K-th segment (--recompute)"
         )
     return int(found[1])
 

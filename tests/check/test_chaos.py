@@ -48,7 +48,7 @@ def test_faults_of_all_sorts_are_survived_without_a_trace():
     assert found["faults"] == found["survived"] == len(OF_ALL_SORTS)
     assert (found["ids_lost"], found["ids_repeated"], found["weights_equal"]) == (0, 0, True)
     assert set(found["by_kind"]) == set(OF_ALL_SORTS)
-    assert found["by_kind"]["kill-computing"]["seconds"] < 5
+    assert found["by_kind"]["kill-computing"]["seconds"] < 20
     assert found["by_kind"]["kill-update"]["how"] == "armed"
     assert found["by_kind"]["disk-full"]["how"] == ("real" if can_mount() else "armed")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from meshrun.errors import RunFailed
 from tests.cli.test_bad_input import check_refusal
 from tests.launch.command import Ended
 from tests.launch.test_probe import recorded_slurm
+from tests.pace import TYPER, cost
 
 EVERY_TYPE = str(Path(__file__).parent / "programs" / "every_type.py")
 DRY = ("--nodes", "2", "--gpus-per-node", "4", "--dry-run")
@@ -72,20 +72,9 @@ def test_dry_run_loads_neither_torch_nor_the_target():
     assert "meshrun.recipes.llama" not in loaded
 
 
-def test_dry_run_takes_less_than_half_a_second():
-    """Counted in processor time, the least of several: what else runs on the machine must not decide."""
-    least = float("inf")
-    for _ in range(8):
-        before = os.times()
-        subprocess.run(
-            [sys.executable, "-m", "meshrun", "submit", "digits", *DRY], stdout=subprocess.DEVNULL, check=True
-        )
-        after = os.times()
-        spent = (after.children_user - before.children_user) + (after.children_system - before.children_system)
-        least = min(least, spent)
-        if least < 0.4:
-            break
-    assert least < 0.5
+def test_dry_run_takes_less_than_five_times_what_typer_does():
+    """Which is half a second on an idle machine; it takes three times as much as typer."""
+    assert cost(["-m", "meshrun", "submit", "digits", *DRY], beside=TYPER, at_most=5) < 5
 
 
 def test_without_slurm_submit_says_what_can_be_done_here(call: Call, tmp_path: Path):
@@ -144,14 +133,14 @@ def test_dry_run_and_rehearse_refuse_what_submit_does(
     check_refusal(on_cluster(command, "digits", *words, *dry), sentence)
 
 
-def test_dry_run_waits_two_seconds_for_a_controller_that_does_not_answer(
+def test_dry_run_does_not_wait_for_a_controller_that_does_not_answer(
     on_cluster: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     (tmp_path / "bin" / "scontrol").write_text("#!/bin/sh\nexec /bin/sleep 60\n")
     monkeypatch.setattr("meshrun.cli.submit.PATIENCE", 0.3)
     began = time.monotonic()
     shown = on_cluster("submit", "digits", *DRY)
-    assert shown.status == 0 and shown.out.startswith("#!/bin/bash\n") and time.monotonic() - began < 10
+    assert shown.status == 0 and shown.out.startswith("#!/bin/bash\n") and time.monotonic() - began < 40
     assert shown.sentences == [
         "Slurm has not answered within 0.3 s, so it is not known here which partitions, limits and GPUs there are"
     ]

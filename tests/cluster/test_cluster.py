@@ -76,11 +76,13 @@ def test_a_cut_node_hears_nothing_until_it_is_healed(cluster: Cluster):
 
 
 SEND = """
-import socket, sys
+import socket, sys, time
 peer = socket.create_connection((sys.argv[1], 999))
+begun = time.monotonic()
 peer.sendall(bytes(1 << 20))
 peer.shutdown(socket.SHUT_WR)
 peer.recv(1)
+print(time.monotonic() - begun)
 """
 TAKE = """
 import socket
@@ -112,7 +114,7 @@ time.sleep(99)
 
 def reaches(cluster: Cluster, node: str, other: str) -> bool:
     """Whether a node can talk to the slurmd of another one."""
-    return cluster.run(node, ["timeout", "0.5", "bash", "-c", f": </dev/tcp/{other}/6818"]).returncode == 0
+    return cluster.run(node, ["timeout", "2", "bash", "-c", f": </dev/tcp/{other}/6818"]).returncode == 0
 
 
 def listening(cluster: Cluster, node: str, program: str) -> subprocess.Popen[str]:
@@ -126,10 +128,9 @@ def listening(cluster: Cluster, node: str, program: str) -> subprocess.Popen[str
 def test_a_slow_cable_is_slow_both_ways_and_fast_again(cluster: Cluster):
     def seconds(sender: str, taker: str) -> float:
         there = listening(cluster, taker, TAKE)
-        begun = time.monotonic()
-        cluster.run(sender, [sys.executable, "-c", SEND, taker], check=True)
+        said = cluster.run(sender, [sys.executable, "-c", SEND, taker], check=True).stdout
         there.wait()
-        return time.monotonic() - begun
+        return float(said)
 
     cluster.rate("n1", "10mbit")
     assert seconds("n1", "n2") > 0.6 and seconds("n2", "n1") > 0.6
@@ -180,7 +181,7 @@ def test_nothing_is_left_of_a_cluster_whose_maker_was_killed(tmp_path: Path):
     assert len(using(tmp_path)) >= 3
     maker.send_signal(signal.SIGKILL)
     maker.communicate()
-    give_up = time.monotonic() + 10
+    give_up = time.monotonic() + 40
     while using(tmp_path):
         assert time.monotonic() < give_up, using(tmp_path)
         time.sleep(0.05)

@@ -14,7 +14,7 @@ def forked(count: int, work: Callable[[int], Any]) -> list[Any]:
     results = context.SimpleQueue()
 
     def body(number: int) -> None:
-        together.wait(20)
+        together.wait(60)
         try:
             results.put((number, work(number)))
         except Exception as error:
@@ -25,6 +25,6 @@ def forked(count: int, work: Callable[[int], Any]) -> list[Any]:
         each.start()
     found = dict(results.get() for _ in processes)
     for each in processes:
-        each.join(20)
+        each.join(60)
         assert each.exitcode == 0
     return [found[number] for number in range(count)]

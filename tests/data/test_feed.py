@@ -73,7 +73,7 @@ def test_so_many_batches_are_ahead_and_no_more(depth: int):
     items = fed(numbers(20, read), Road(), move, depth)
     for taken in range(1, 5):
         next(items)
-        wait_until(lambda taken=taken: len(read) == taken + depth, 5)
+        wait_until(lambda taken=taken: len(read) == taken + depth, 30)
     time.sleep(0.05)
     assert len(read) == 4 + depth
     items.close()
@@ -106,27 +106,27 @@ def test_who_ends_while_a_batch_takes_long_does_not_wait_for_it():
     def slow() -> Generator[torch.Tensor, None, None]:
         yield torch.tensor(0)
         begun.set()
-        let_go.wait(30)
+        let_go.wait(60)
         yield torch.tensor(1)
 
     items = fed(slow(), Road(), move)
     next(items)
-    begun.wait(5)
+    begun.wait(30)
     began = time.perf_counter()
     items.close()
-    assert time.perf_counter() - began < 3
+    assert time.perf_counter() - began < 30
     let_go.set()
-    wait_until(lambda: not any(each.name == "feed" for each in threading.enumerate()), 5)
+    wait_until(lambda: not any(each.name == "feed" for each in threading.enumerate()), 30)
 
 
 def test_what_the_caller_was_held_up_is_told():
     def slow() -> Generator[torch.Tensor, None, None]:
         yield torch.tensor(0)
-        time.sleep(0.3)
+        time.sleep(1)
         yield torch.tensor(1)
 
     times = list(fed(slow(), Road(), move, waited=lambda _, seconds: seconds))
-    assert times[0] < 0.2 < times[1]
+    assert times[0] < 0.5 < times[1]
 
 
 def test_without_a_lane_there_is_no_thread():
@@ -180,5 +180,5 @@ def test_a_training_on_a_gpu_is_fed_and_gives_up_its_readers(workers: int):
     began = time.perf_counter()
     early.close()
     gc.collect()
-    assert time.perf_counter() - began < 4
+    assert time.perf_counter() - began < 20
     assert not any(each.name == "feed" for each in threading.enumerate())

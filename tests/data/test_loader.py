@@ -278,7 +278,7 @@ def test_readers_end_when_their_rank_says_so_whatever_they_are_at(readers):
     next(steps)
     (reader,) = readers()
     reader.terminate()
-    wait_until(lambda: not is_alive(reader.pid), 5)
+    wait_until(lambda: not is_alive(reader.pid), 30)
     steps.close()
 
 
@@ -289,7 +289,7 @@ def test_readers_go_with_a_rank_that_is_killed():
         (reader,) = psutil.Process(rank.pid).children()
         rank.kill()
         try:
-            wait_until(lambda: not is_alive(reader.pid), 5)
+            wait_until(lambda: not is_alive(reader.pid), 30)
         finally:
             with contextlib.suppress(psutil.NoSuchProcess):
                 reader.kill()

@@ -162,7 +162,7 @@ def test_a_sentence_of_a_reader_comes_as_that_sentence_and_nobody_waits(error: t
     assert type(caught.value) is error and not getattr(caught.value, "__notes__", [])
     assert str(caught.value) == "sample 7 of train (7.jpg) cannot be read: it is cut off"
     del caught
-    assert time.perf_counter() - began < 3, "the other reader is in the middle of a minute"
+    assert time.perf_counter() - began < 30, "the other reader is in the middle of a minute"
 
 
 class Slow(Holes):
@@ -179,7 +179,7 @@ def test_readers_of_a_training_that_ends_early_are_gone_at_once():
     assert len(next(steps).ids) == 4
     began = time.perf_counter()
     steps.close()
-    assert time.perf_counter() - began < 3
+    assert time.perf_counter() - began < 30
 
 
 @pytest.mark.parametrize("workers", [0, 2])

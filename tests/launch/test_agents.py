@@ -145,7 +145,7 @@ def test_a_node_that_does_not_see_the_runs_finds_the_first_node_all_the_same_and
     assert hub.port == agents.likely_port(first.job)
     (run / ".join").unlink()  # as on a machine where nothing is to be seen under that name
     with ThreadPoolExecutor() as pool:
-        news = pool.submit(lambda: heard_by(hub, 5))
+        news = pool.submit(lambda: heard_by(hub, 30))
         with pytest.raises(UserError, match=f"{socket.gethostname()} cannot see {run} of the run that it joins"):
             agents.find_hub(second, elsewhere, ranks=2, patience=20)
         assert news.result() == [Blind(socket.gethostname())]
@@ -158,14 +158,14 @@ def test_a_node_that_cannot_take_part_tells_the_first_one_why(tmp_path: Path):
     first, second = (detect(of_task(node, job=str(os.getpid()))) for node in (0, 1))
     hub = agents.open_hub(first, tmp_path, run, "127.0.0.1", None)
     with ThreadPoolExecutor() as pool:
-        news = pool.submit(lambda: heard_by(hub, 5))
+        news = pool.submit(lambda: heard_by(hub, 30))
         agents.excuse(second, tmp_path, "no such module")
         assert news.result() == [Unfit(socket.gethostname(), "no such module")]
     hub.finish(Outcome())
     agents.give_up(first, tmp_path)
     began = time.monotonic()
     agents.excuse(second, tmp_path, "no such module")
-    assert time.monotonic() - began < 1, "nobody listens"
+    assert time.monotonic() - began < 8, "nobody listens"
 
 
 def test_what_a_launch_that_gave_up_has_left_is_removed_by_the_next_of_its_name_and_after_an_hour_by_any(
@@ -211,12 +211,12 @@ def test_two_tasks_train_as_one_world_and_a_signal_to_either_stops_the_run_in_ti
     run = tasks.folder / "runs/tiny-1"
     wait_until(lambda: len(events(run, 0, "step")) > 5, 60)
     second.send_signal(signal.SIGUSR2)
-    out, err = first.communicate(timeout=30)
+    out, err = first.communicate(timeout=60)
     assert first.returncode == 0, err
     result, stopped = json.loads(out), json.loads((run / "stopped.json").read_text())
     assert (result["world"], result["layout"], result["steps"]) == (4, "dp=4", stopped["step"])
     assert (run / f"checkpoints/step-{stopped['step']:08d}").is_dir()
-    assert second.communicate(timeout=20) == ("", "") and second.returncode == 0, "the first one speaks for both"
+    assert second.communicate(timeout=60) == ("", "") and second.returncode == 0, "the first one speaks for both"
     assert not list((tasks.folder / "runs/.rendezvous").iterdir())
     alone = meshrun(tasks.folder, "run", TINY, "--steps", stopped["step"], "--json").document
     assert result["losses"] == pytest.approx(alone["losses"], rel=1e-5)
@@ -230,10 +230,10 @@ def test_a_node_where_the_program_cannot_be_read_is_not_waited_for(tasks: Tasks)
     assert first.returncode == 0, err
     assert json.loads(out)["world"] == 2
     assert f"{socket.gethostname()} cannot take part: target 'missing.py' does not exist" in err
-    assert second.wait(20) == 2
+    assert second.wait(60) == 2
 
 
 def test_where_the_first_node_cannot_begin_the_others_do_not_wait(tasks: Tasks):
     tasks.start(0, "run", "missing.py", "--procs", 2)
     second = tasks.start(1, "run", TINY, "--procs", 2)
-    assert second.wait(40) == 1
+    assert second.wait(60) == 1

@@ -238,7 +238,7 @@ def test_a_node_that_comes_back_takes_the_place_of_what_it_was(answering: Open):
     before = Post.reach(where, 2, 5)
     again = before.again()
     assert again.id != before.id and again.run == before.run
-    wait_until(lambda: list(answering.hub._peers) == [again.id], 5)
+    wait_until(lambda: list(answering.hub._peers) == [again.id], 30)
     before.close()
     again.close()
 

@@ -173,4 +173,4 @@ def test_the_owner_keeps_touching_its_lock(run: RunDirectory, monkeypatch: pytes
     monkeypatch.setattr(locks, "BEAT", 0.05)
     with lock(run):
         before = (run.path / ".lock").stat().st_mtime_ns
-        wait_until(lambda: (run.path / ".lock").stat().st_mtime_ns > before, 3)
+        wait_until(lambda: (run.path / ".lock").stat().st_mtime_ns > before, 30)

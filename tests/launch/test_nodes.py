@@ -45,7 +45,7 @@ class Nodes:
             last = max((life.generation for life in found), default=0)
             return [life for life in found if life.generation == last]
 
-        wait_until(lambda: len(now()) == size, 40)
+        wait_until(lambda: len(now()) == size, 60)
         self.ranks |= {life.pid for life in now()}
         return now()
 
@@ -74,8 +74,8 @@ def test_a_run_shrinks_when_a_node_is_killed_and_grows_when_one_comes(nodes: Nod
     killed = time.time()
     second.kill()
     (alone,) = nodes.reach(1, after=killed)
-    assert alone.began - killed < 4
-    wait_until(lambda: not any(is_alive(life.pid) for life in before), 3)
+    assert alone.began - killed < 20
+    wait_until(lambda: not any(is_alive(life.pid) for life in before), 30)
     third = nodes.start()
     grown = nodes.reach(2, after=alone.began)
     assert {life.rank for life in grown} == {0, 1}
@@ -83,10 +83,10 @@ def test_a_run_shrinks_when_a_node_is_killed_and_grows_when_one_comes(nodes: Nod
     parents = {psutil.Process(psutil.Process(life.pid).ppid()).ppid() for life in grown}
     assert parents == {first.pid, third.pid}
     first.terminate()
-    _, err = third.communicate(timeout=20)
+    _, err = third.communicate(timeout=60)
     assert third.returncode == 1
     assert err.splitlines()[-1] == "meshrun: the run was stopped by SIGTERM"
-    _, err = first.communicate(timeout=20)
+    _, err = first.communicate(timeout=60)
     host = socket.gethostname()
     assert f"node {host} with rank 1 was lost; all ranks are started again" in err
     assert f"now 2 nodes ({host}, {host}) with 2 ranks take part" in err
@@ -96,14 +96,14 @@ def test_when_the_first_node_is_lost_the_others_end_and_say_how_to_go_on(nodes: 
     first, second = nodes.start(), nodes.start()
     nodes.reach(2)
     first.kill()
-    _, err = second.communicate(timeout=20)
+    _, err = second.communicate(timeout=60)
     assert second.returncode == 75
     run = nodes.folder / "runs/losing-1"
     assert err.splitlines()[-1] == (
         f"meshrun: the run's first node, 127.0.0.1:{nodes.port}, is lost, and all ranks here were ended; "
         f"what was reached is in {run}: meshrun resume {run} goes on"
     )
-    wait_until(lambda: not any(is_alive(pid) for pid in nodes.ranks), 5)
+    wait_until(lambda: not any(is_alive(pid) for pid in nodes.ranks), 30)
 
 
 @pytest.mark.parametrize(("text", "expected"), [("1", (1, 1)), ("4", (4, 4)), ("1:4", (1, 4))])

@@ -34,7 +34,7 @@ def test_a_rank_that_is_no_fork_of_the_warm_process_does_not_ignore_sigterm_as_t
         try:
             wait_until(lambda: run.log_of(0).is_file() and "here" in run.log_of(0).read_text(), 60)
             rank.terminate()
-            assert rank.wait(10) == -signal.SIGTERM
+            assert rank.wait(60) == -signal.SIGTERM
         finally:
             rank.kill()
 

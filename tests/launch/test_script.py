@@ -211,7 +211,7 @@ def test_a_signal_to_the_shell_becomes_a_stop_file_and_the_step_is_awaited(
             wait_until(lambda: (run / "stop").exists(), 20)
             assert RunDirectory(run).asked_to_stop_by() == "slurm"
             (run / "stop").unlink()
-        assert job.wait(20) == 5
+        assert job.wait(60) == 5
     finally:
         job.kill()
     assert Path(env["LOG"]).read_text().splitlines()[-1] == f"-m meshrun next {run} --status 3"
@@ -224,7 +224,7 @@ def test_a_persons_stop_file_stays_one_when_slurm_tells_the_job_to_end_too(stage
         wait_until(lambda: Path(env["LOG"]).exists(), 20)
         (run / "stop").touch()
         job.send_signal(signal.SIGUSR2)
-        job.wait(20)
+        job.wait(60)
     finally:
         job.kill()
     assert RunDirectory(run).asked_to_stop_by() == "user"

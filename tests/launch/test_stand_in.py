@@ -86,10 +86,10 @@ def test_tasks_get_the_signals_of_srun_and_do_not_outlive_it(folder: Path):
     with subprocess.Popen(argv, cwd=folder, stderr=subprocess.DEVNULL) as srun:
         wait_until(lambda: len(list(folder.glob("pid-*"))) == 2, 20)
         srun.send_signal(signal.SIGUSR2)
-        wait_until(lambda: len(list(folder.glob("heard-*"))) == 2, 10)
+        wait_until(lambda: len(list(folder.glob("heard-*"))) == 2, 30)
         srun.kill()
     pids = [int(path.name.removeprefix("pid-")) for path in folder.glob("pid-*")]
-    wait_until(lambda: not any(map(is_alive, pids)), 5)
+    wait_until(lambda: not any(map(is_alive, pids)), 30)
 
 
 REFUSALS = {

@@ -74,7 +74,8 @@ def test_rank_that_has_not_come_has_issued_fewer_collectives(tmp_path: Path):
     work = dist.all_reduce(torch.ones(4), async_op=True) if here.rank != 1 else None
     time.sleep(0.3)
     flight.write_own(tmp_path, here.rank, 7)
-    time.sleep(0.5)  # until all have written
+    while any(flight.read(tmp_path, rank, 7) is None for rank in range(here.size)):
+        time.sleep(0.05)
     if work is None:
         dist.all_reduce(torch.ones(4))
     else:
@@ -84,4 +85,4 @@ def test_rank_that_has_not_come_has_issued_fewer_collectives(tmp_path: Path):
     (default,) = [each for each in found if each.ranks == (0, 1, 2) and each.calls[0].shape == "[2] Float"]
     assert default.issued - default.calls[0].number == (0 if here.rank == 1 else 1)
     assert [call.shape for call in default.pending] == ([] if here.rank == 1 else ["[4] Float"])
-    assert all(0.2 < call.age < 10 for call in default.pending)
+    assert all(0.2 < call.age < 60 for call in default.pending)

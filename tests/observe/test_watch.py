@@ -105,11 +105,11 @@ def test_an_evaluation_a_checkpoint_and_the_first_step_take_long(
 
 def test_who_is_overdue_is_not_waited_for(tmp_path: Path):
     rank = Pulse.open(tmp_path, 0, generation=0)
-    watch = Watcher(tmp_path, tmp_path, replace(DEFAULT, timeout=0.1), "node7")
+    watch = Watcher(tmp_path, tmp_path, replace(DEFAULT, timeout=0.5), "node7")
     watch.started({0: os.getpid()}, 0)
     rank.mark("saving", 1)
     assert watch.takes_long()
-    time.sleep(0.2)
+    time.sleep(0.6)
     assert not watch.takes_long()
     rank.close()
 

@@ -129,7 +129,7 @@ def test_the_start_of_the_readers_is_no_waiting_and_what_they_do_is_known():
             return 64
 
         def __getitem__(self, number: int) -> Tensor:
-            time.sleep(0.005)
+            time.sleep(0.015)  # longer than others on this machine keep it from a core
             return torch.zeros(1)
 
     class Busy(Slow):
@@ -147,7 +147,7 @@ def test_the_start_of_the_readers_is_no_waiting_and_what_they_do_is_known():
         assert tally.steps == 3 and tally.seconds == 3.0
         return tally.wait(0, "n7", workers, frozenset()).busy
 
-    assert all(share(Slow(), workers) < 0.4 for workers in (0, 1))
+    assert all(share(Slow(), workers) < 0.5 for workers in (0, 1))
     assert all(share(Busy(), workers) > 0.7 for workers in (0, 2))
 
 
