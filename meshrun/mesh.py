@@ -68,6 +68,8 @@ class Here:
     site: Site | None = None
     notes: tuple[str, ...] = ()
     """What the user should hear of this place, though it works."""
+    alone: bool = False
+    """Whether the other ranks are only made up (`one_of`): what they would say is what this one says."""
 
     @property
     def rank(self) -> int:
@@ -123,7 +125,7 @@ class Here:
 
     def from_rank_0(self, value: Any) -> Any:
         """The value that rank 0 has."""
-        if self.mesh is None:
+        if self.mesh is None or self.alone:
             return value
         holder = [value]
         with self.waiting("rank 0's word"):
@@ -132,8 +134,8 @@ class Here:
 
     def gathered(self, value: Any) -> list[Any]:
         """The value of every rank, in order."""
-        if self.mesh is None:
-            return [value]
+        if self.mesh is None or self.alone:
+            return [value] * self.size
         values: list[Any] = [None] * self.size
         with self.waiting("a word from every rank"):
             dist.all_gather_object(values, value)
@@ -230,6 +232,22 @@ def stay(here: Here) -> None:
     _here = Here(world, parse("dp=*").resolve(1), here.device, None, here.site)
 
 
+def one_of(layout: Layout, rank: int, device: torch.device) -> Here:
+    """Be one rank of a layout whose other ranks are not there: nothing is sent, and what is received is this one's own.
+
+    So the rank computes as much and needs as much memory as in the whole mesh, and the numbers mean nothing.
+    """
+    global _here
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.size)
+    world = World(rank, layout.size, 0, 1, rank, layout.size, os.uname().nodename, "none")
+    _here = Here(world, layout, device, _mesh_of(layout, device), alone=True)
+    return _here
+
+
 def _finish_at_exit() -> None:
     """Leave for a program that has come to its end; one that failed may have left others waiting, so it just goes."""
     if getattr(sys, "last_value", None) is None:
@@ -265,10 +283,13 @@ def _meet(meeting: Meeting) -> Here:
         )
         if world.rank == 0 and world.address is None:
             withdraw(meeting.runs, world.job, world.attempt)
+    return Here(world, layout, device, _mesh_of(layout, device), site, notes)
+
+
+def _mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
     # Only axes of more than one rank: gloo keeps a thread for each group, which costs time in every step.
     axes = tuple(axis for axis in AXES if layout.degree(axis) > 1)
-    shape = tuple(layout.degree(axis) for axis in axes)
-    return Here(world, layout, device, init_device_mesh(device.type, shape, mesh_dim_names=axes), site, notes)
+    return init_device_mesh(device.type, tuple(map(layout.degree, axes)), mesh_dim_names=axes)
 
 
 def _layout_of(world: World, meeting: Meeting) -> Layout:
