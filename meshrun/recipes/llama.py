@@ -173,9 +173,12 @@ class Llama(nn.Module):
                     "leave --separate away, or use a layout without cp (--layout)"
                 )
             positions, mask = apart(documents)
+        # Once for all blocks: a compiler would compute sines anew wherever a block uses them.
+        places = torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+        turns = rotary(places, self.shape.head_size, self.shape.theta)
         x = self.embed(tokens)
         for number, block in enumerate(self.blocks):
-            x = block(x, positions, mask, None if past is None else past[number])
+            x = block(x, turns, mask, None if past is None else past[number])
         return self.head(self.norm(x))
 
 
@@ -202,11 +205,11 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        positions: Tensor | None = None,
+        turns: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | None = None,
         past: list[Tensor] | None = None,
     ) -> Tensor:
-        x = x + self.attention_dropout(self.attention(self.attention_norm(x), positions, mask, past))
+        x = x + self.attention_dropout(self.attention(self.attention_norm(x), turns, mask, past))
         return x + self.ffn_dropout(self.ffn(self.ffn_norm(x)))
 
 
@@ -224,14 +227,12 @@ class Attention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        positions: Tensor | None = None,
+        turns: tuple[Tensor, Tensor] | None = None,
         mask: Tensor | None = None,
         past: list[Tensor] | None = None,
     ) -> Tensor:
         n, t, _ = x.shape
-        if positions is None:
-            positions = torch.arange(t, device=x.device)
-        cos, sin = rotary(positions, self.head_size, self.theta)
+        cos, sin = turns or rotary(torch.arange(t, device=x.device), self.head_size, self.theta)
         # The number of heads is what the matrices give: a model may hold only some of them.
         q = rotate(self.wq(x).view(n, t, -1, self.head_size), cos, sin).transpose(1, 2)
         k = rotate(self.wk(x).view(n, t, -1, self.head_size), cos, sin).transpose(1, 2)
