@@ -28,11 +28,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "plan": GROUND,
     "observe": GROUND,
     "launch": {"world", "errors", "config"},
+    "kernels": set(),
     "mesh": {"world", "layout", "errors"},
-    "parallel": AXES_AND_STATE,
+    "parallel": AXES_AND_STATE | {"kernels"},
     "data": AXES_AND_STATE | {"config"},  # staging writes its files like the run directory's, and knows where they lie
     "state": AXES_AND_STATE,
-    "train": GROUND | {"world", "plan", "observe", "launch", "mesh", "parallel", "data", "state"},
+    "train": GROUND | {"world", "plan", "observe", "launch", "mesh", "kernels", "parallel", "data", "state"},
 }
 """What each room may import beside itself; a room that is in no table is refused."""
 MAY_IMPORT_ALL = {"check", "cli"}

@@ -4,8 +4,8 @@
     def token_cross_entropy(outputs, targets): …
         split_cross_entropy(outputs, targets, ignore_index=-100)
 
-Two small collectives a micro-batch: the largest logit of each token, then its sum of exponentials together with the
-logit of its target. The backward pass needs none.
+Two small collectives a micro-batch: the largest of each token's sums of exponentials, then their sum together with the
+logit of its target. The backward pass needs none, and no rank makes a wider copy of its part.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from meshrun.experiment import Loss
+from meshrun.kernels.cross_entropy import softmax_gradient, softmax_rows
 
 Function = TypeVar("Function", bound=Callable[..., Loss])
 
@@ -46,26 +47,21 @@ def split_cross_entropy(logits: DTensor, targets: Tensor, ignore_index: int) -> 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int, group: dist.ProcessGroup) -> Tensor:
-        wide = logits.float() if logits.dtype != torch.float64 else logits
-        size = wide.shape[1]
+        size = logits.shape[1]
         place = targets - dist.get_rank(group) * size
-        here = (place >= 0) & (place < size) & (targets != ignore_index)
-        place = place.clamp(0, size - 1)
-        largest = wide.amax(1)
+        counts = targets != ignore_index
+        place = place.masked_fill(~counts, -1)  # in nobody's part
+        mine, own = softmax_rows(logits, place)
+        largest = mine.clone()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        sums = (wide - largest[:, None]).exp_().sum(1)
-        own = wide.gather(1, place[:, None]).squeeze(1).masked_fill(~here, 0.0)
-        both = torch.stack([sums, own])
+        both = torch.stack([(mine - largest).exp_(), own])
         dist.all_reduce(both, group=group)
         lse = both[0].log() + largest
-        counts = targets != ignore_index
-        ctx.save_for_backward(logits, lse, place, here, counts)
+        ctx.save_for_backward(logits, lse, place, counts)
         return (lse - both[1]).masked_fill(~counts, 0.0).sum()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        logits, lse, place, here, counts = ctx.saved_tensors
-        gradient = (logits.to(lse.dtype) - lse[:, None]).exp_()
-        gradient.scatter_add_(1, place[:, None], -here[:, None].to(gradient.dtype))
-        gradient *= (gradients[0] * counts)[:, None]
-        return gradient.to(logits.dtype), None, None, None
+        logits, lse, place, counts = ctx.saved_tensors
+        of_lse = gradients[0] * counts
+        return softmax_gradient(logits, lse, place, of_lse, -of_lse), None, None, None

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from meshrun.errors import WrongTarget
 from meshrun.experiment import Loss, Metric
+from meshrun.kernels.cross_entropy import lean_cross_entropy
 from meshrun.parallel.vocabulary import over_vocabulary, split_cross_entropy
 
 
@@ -22,7 +23,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Loss:
     """Over classes: outputs (N, classes), targets (N) of class numbers."""
     if not (targets.is_floating_point() and targets.shape == outputs.shape):  # shares of all classes are fine too
         _refuse_no_classes(targets, outputs.shape[min(1, outputs.dim() - 1)], -100)
-    return Loss(F.cross_entropy(outputs, targets, reduction="sum"), targets.numel())
+    return Loss(_entropies(outputs, targets, -100), targets.numel())
 
 
 @over_vocabulary
@@ -33,8 +34,15 @@ def token_cross_entropy(outputs: Tensor, targets: Tensor, ignore_index: int = -1
         return Loss(split_cross_entropy(outputs, flat, ignore_index), (flat != ignore_index).sum())
     _refuse_no_classes(targets, outputs.shape[-1], ignore_index)
     logits = outputs.reshape(-1, outputs.shape[-1])
-    total = F.cross_entropy(logits, flat, ignore_index=ignore_index, reduction="sum")
-    return Loss(total, (flat != ignore_index).sum())
+    return Loss(_entropies(logits, flat, ignore_index), (flat != ignore_index).sum())
+
+
+def _entropies(logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+    """The sum of them all, in fp32 at least; of logits in half that by a way that makes no wider copy of them."""
+    halves = logits.dtype in (torch.bfloat16, torch.float16)
+    if halves and logits.dim() == 2 and not targets.is_floating_point():
+        return lean_cross_entropy(logits, targets.long(), ignore_index)
+    return F.cross_entropy(logits, targets, ignore_index=ignore_index, reduction="sum")
 
 
 def mean_squared_error(outputs: Tensor, targets: Tensor) -> Loss:

@@ -1,0 +1,86 @@
+"""Rows of logits in one pass each way: see `cross_entropy.py`, whose numbers these are."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+MOST = 8192
+"""Logits that a program has in its registers at once."""
+
+
+@triton.jit
+def _rows(logits, targets, lse, own, stride, classes: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    target = tl.load(targets + row)
+    largest = -float("inf")
+    total = 0.0
+    for begin in range(0, classes, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        x = tl.load(logits + at, mask=at < classes, other=-float("inf")).to(tl.float32)
+        highest = tl.maximum(largest, tl.max(x, 0))
+        # Where all logits so far are minus infinity, any finite number does, and that one would give NaN.
+        shift = tl.where(highest == -float("inf"), 0.0, highest)
+        total = total * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift), 0)
+        largest = highest
+    tl.store(lse + row, largest + tl.log(total))
+    inside = (target >= 0) & (target < classes)
+    chosen = tl.load(logits + target, mask=inside, other=0.0).to(tl.float32)
+    tl.store(own + row, chosen)
+
+
+@triton.jit
+def _gradients(
+    logits, lse, targets, of_lse, of_own, gradient, stride, gradient_stride, classes: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < classes
+    weight = tl.load(of_lse + row)
+    # A row that does not count has the gradient 0, whatever is in it: infinities too.
+    x = tl.load(logits + row * stride + at, mask=inside, other=-float("inf")).to(tl.float32)
+    found = tl.where(weight == 0, 0.0, tl.exp(x - tl.load(lse + row)) * weight)
+    found = tl.where(at == tl.load(targets + row), found + tl.load(of_own + row), found)
+    tl.store(gradient + row * gradient_stride + at, found.to(gradient.dtype.element_ty), mask=inside)
+
+
+def _block(classes: int) -> tuple[int, int]:
+    """How many logits at once, and by how many warps."""
+    block = min(MOST, max(16, triton.next_power_of_2(classes)))
+    return block, max(1, min(16, block // 512))
+
+
+def rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Logarithm of the sum of exponentials of each row, and its logit at its target (0 where that is no class)."""
+    count, classes = logits.shape
+    lse = torch.empty(count, dtype=torch.float32, device=logits.device)
+    own = torch.empty_like(lse)
+    block, warps = _block(classes)
+    with torch.cuda.device_of(logits):
+        _rows[(count,)](logits, targets, lse, own, logits.stride(0), classes, BLOCK=block, num_warps=warps)
+    return lse, own
+
+
+def gradients(logits: Tensor, lse: Tensor, targets: Tensor, of_lse: Tensor, of_own: Tensor) -> Tensor:
+    """What `rows` hands back to the logits, in their type."""
+    count, classes = logits.shape
+    found = torch.empty(count, classes, dtype=logits.dtype, device=logits.device)
+    block, warps = _block(classes)
+    with torch.cuda.device_of(logits):
+        _gradients[(count, triton.cdiv(classes, block))](
+            logits,
+            lse,
+            targets,
+            of_lse,
+            of_own,
+            found,
+            logits.stride(0),
+            found.stride(0),
+            classes,
+            BLOCK=block,
+            num_warps=warps,
+        )
+    return found

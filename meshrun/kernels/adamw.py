@@ -1,0 +1,146 @@
+"""An update by Adam or AdamW that also scales the gradient and rounds the result into a copy for computing.
+
+    adamw_(master, gradient, exp_avg, exp_avg_sq, copy=weight, factor=factor, step=7,
+           lr=1e-3, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+    adamw_many_(masters, gradients, exp_avgs, exp_avg_sqs, weights, factor=factor, step=7, ...)
+
+`step` counts from 1, as torch's does after its own increment. `factor` multiplies the gradient first; as a number in
+the GPU's memory it needs no look at it by the host. Where Triton runs, a large parameter is one pass over memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from meshrun.kernels.here import available
+
+LARGE = 1 << 16
+"""Elements from which on a kernel of its own for a parameter pays: the host needs some 10 µs for each."""
+
+
+def adamw_(
+    parameter: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    *,
+    copy: Tensor | None = None,
+    factor: Tensor | float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    decoupled: bool = True,
+) -> None:
+    """Update a parameter and its moments, all fp32, in place; `copy` gets the parameter, rounded to its type.
+
+    `decoupled` is AdamW's weight decay; without it the decay is part of the gradient, as Adam has it.
+    """
+    if runs_in_one_kernel(parameter, gradient, exp_avg, exp_avg_sq, copy):
+        from meshrun.kernels import _adamw_triton
+
+        numbers = {
+            "beta1": beta1,
+            "rest1": 1 - beta1,
+            "beta2": beta2,
+            "rest2": 1 - beta2,
+            "eps": eps,
+            "decay": lr * weight_decay if decoupled else weight_decay,
+            "step_size": lr / (1 - beta1**step),
+            "root2": math.sqrt(1 - beta2**step),
+        }
+        factor = factor if isinstance(factor, Tensor) else float(factor)
+        _adamw_triton.launch(parameter, gradient, exp_avg, exp_avg_sq, copy, factor, numbers, decoupled)
+        return
+    gradient = gradient.float() * factor
+    if weight_decay and decoupled:
+        parameter.mul_(1 - lr * weight_decay)
+    elif weight_decay:
+        gradient = gradient.add(parameter, alpha=weight_decay)
+    exp_avg.lerp_(gradient, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    denominator = (exp_avg_sq.sqrt() / math.sqrt(1 - beta2**step)).add_(eps)
+    parameter.addcdiv_(exp_avg, denominator, value=-lr / (1 - beta1**step))
+    if copy is not None:
+        copy.copy_(parameter)
+
+
+def adamw_many_(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    copies: Sequence[Tensor | None],
+    *,
+    factor: Tensor | float,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    decoupled: bool = True,
+) -> None:
+    """What `adamw_` does, for parameters of one device; small ones, and those with nothing to round, all at once."""
+    rest: list[tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]] = []
+    for each in zip(parameters, gradients, exp_avgs, exp_avg_sqs, copies, strict=True):
+        parameter, gradient, exp_avg, exp_avg_sq, copy = each
+        halves = copy is not None or gradient.dtype != torch.float32
+        if not (halves and parameter.numel() >= LARGE and runs_in_one_kernel(*each)):
+            rest.append(each)
+            continue
+        adamw_(
+            parameter,
+            gradient,
+            exp_avg,
+            exp_avg_sq,
+            copy=copy,
+            factor=factor,
+            lr=lr,
+            beta1=beta1,
+            beta2=beta2,
+            eps=eps,
+            weight_decay=weight_decay,
+            step=step,
+            decoupled=decoupled,
+        )
+    if not rest:
+        return
+    # torch's kernel reads from memory which step it is.
+    steps = [torch.full((), float(step), device=rest[0][0].device)] * len(rest)
+    fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    fused(
+        [parameter for parameter, *_ in rest],
+        torch._foreach_mul([gradient.float() for _, gradient, *_ in rest], factor),
+        [exp_avg for _, _, exp_avg, *_ in rest],
+        [exp_avg_sq for *_, exp_avg_sq, _ in rest],
+        [],
+        steps,
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    copied = [(copy, parameter) for parameter, *_, copy in rest if copy is not None]
+    if copied:
+        torch._foreach_copy_([copy for copy, _ in copied], [parameter for _, parameter in copied])
+
+
+def runs_in_one_kernel(parameter: Tensor, gradient: Tensor, *others: Tensor | None) -> bool:
+    """Whether Triton runs here, and element i of memory is the same element in all of these tensors."""
+    if parameter.dtype != torch.float32 or not parameter.numel() or not available(parameter.device):
+        return False
+    dense = parameter.is_contiguous() or (
+        parameter.dim() == 4 and parameter.is_contiguous(memory_format=torch.channels_last)
+    )
+    tensors = [gradient, *(each for each in others if each is not None)]
+    return dense and all(each.stride() == parameter.stride() and each.is_cuda for each in tensors)
