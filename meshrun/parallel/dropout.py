@@ -270,6 +270,11 @@ def become_keyed(module: nn.Module, moment: Moment, name: str) -> None:
     module.part_of_sequence = module.part_of_features = None  # type: ignore[assignment]
 
 
+def draws(module: nn.Module) -> bool:
+    """Whether a module drops anything by key."""
+    return isinstance(module, Keyed) and bool(getattr(module, "p", 0) or getattr(module, "dropout", 0))
+
+
 def of_part(size: int, part: Part | None, device: torch.device) -> Tensor:
     """The indices, in the whole, of a part with this many elements."""
     start = size * part[0] if part else 0

@@ -1,0 +1,391 @@
+"""Short steps as CUDA graphs: the device repeats a step that was recorded, and the host only hands it the next batch.
+
+    compute = Graphed(gradients, placed, device, CudaRecorder(device), wanted=None, note=print)
+    compute(step, pieces, samples)       # what gradients(step, pieces, samples) returns, and leaves in `.grad`
+
+A step of a small model is hundreds of kernels of a few microseconds, and the host cannot start them as fast as the
+device does them. What is recorded is forward, backward, sums, norm and scaling of one step with all its micro-batches.
+Reading, changing pictures at random and the optimizer stay outside, so that learning rates and draws are never frozen.
+
+    some steps as always       what libraries choose by trying is settled after them, and how long a step takes known
+    record one                 it was computed as always just before, on the same batch
+    replay and compare         other numbers: as always for ever, and a note says so
+    replay from then on        now and then compared again; a batch of another form is computed as always
+
+What a recording would freeze or lose is noticed by what the step before it has done to the model and to the host's
+generators of random numbers: see `Before`.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from meshrun.parallel.placed import Piece, Placed, norms
+from meshrun.train.state import Drawn, draw_on
+
+Compute = Callable[[int, list[Piece], int], Any]
+"""(step, pieces, samples) -> numbers, as tensors in any structure; gradients are left in `.grad`."""
+Note = Callable[[str], None]
+
+FIRST = 3
+"""Steps of one form that are computed as always before one is recorded."""
+FORMS = 32
+"""Of batches that may come before one of them has come that often."""
+SHORT = 0.020
+"""Seconds: of a longer step, starting its kernels is no part worth a word."""
+ENOUGH = 50
+"""Steps that a training must have: recording one costs as much as some."""
+CHECK_EVERY = 2000
+"""Replayed steps between two comparisons."""
+LIKE = 2e-3
+"""Relative difference of numbers that count as the same: some kernels add up in an order of their own each time."""
+
+
+def objection(
+    wanted: bool | None, device: torch.device, ranks: int, steps: int, shown: bool, in_backward: bool
+) -> str | None:
+    """Why steps are not recorded, or None if they may be; `wanted` None leaves it to how long a step takes.
+
+    `shown` says that somebody looks at the gradients of every step, `in_backward` that weights change in it.
+    """
+    if wanted is False:
+        return "nobody wants it"
+    if recorder_on(device) is None:
+        return f"the device is {device.type}"
+    if ranks > 1:
+        return f"there are {ranks} ranks, and what they send each other is not recorded"
+    if shown:
+        return "somebody is shown the gradients of every step"
+    if in_backward:
+        return "weights are updated while gradients are computed (--update-in-backward)"
+    if wanted is None and steps < ENOUGH:
+        return f"the training has only {steps} steps"
+    return None
+
+
+class Recorder(Protocol):
+    """Writes down what a device is told to do."""
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around what is computed as always, in the place where it will be recorded."""
+
+    def record(self, body: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """What `body` returns, whose tensors have no values yet, and what gives them and all else their values."""
+
+    def wait(self) -> None:
+        """Until the device has done all that it was told."""
+
+
+@dataclass(frozen=True)
+class CudaRecorder:
+    """Records on a stream of its own, into memory of its own."""
+
+    device: torch.device
+    stream: torch.cuda.Stream = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stream", torch.cuda.Stream(self.device))
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        computing = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(computing)
+        with torch.cuda.stream(self.stream):
+            yield
+        computing.wait_stream(self.stream)
+
+    def record(self, body: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        graph = torch.cuda.CUDAGraph()
+        number = torch.cuda.current_device() if self.device.index is None else self.device.index
+        generator = torch.cuda.default_generators[number]
+        before = generator.clone_state()
+        try:
+            # Only of this thread: another one copies the next batches meanwhile.
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+                found = body()
+        except BaseException:
+            # A recording that breaks off leaves the generator in the belief that it is still being recorded.
+            generator.graphsafe_set_state(before)
+            raise
+        return found, graph.replay
+
+    def wait(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+
+def recorder_on(device: torch.device) -> Recorder | None:
+    """What records there; None where nothing can."""
+    return CudaRecorder(device) if device.type == "cuda" else None
+
+
+def refused(why: str) -> str:
+    """What the user is told."""
+    return f"steps are not replayed as CUDA graphs: {why} (--graphs)"
+
+
+class Unfit(Exception):
+    """Why a step cannot be recorded."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What batches must have in common for one recording: structure, shapes and types, but not the values."""
+
+    structure: TreeSpec = field(hash=False)
+    leaves: tuple[Any, ...]
+    rows: tuple[tuple[int, int], ...]
+    samples: int
+
+
+def form_of(pieces: list[Piece], samples: int) -> tuple[Form, list[Tensor]]:
+    """The form of a step's batches, and the tensors in them."""
+    leaves, structure = tree_flatten([(each.inputs, each.targets) for each in pieces])
+    for each in leaves:
+        if not isinstance(each, Tensor | int | float | str | None):
+            raise Unfit(f"batches hold a {type(each).__name__}")
+    kinds = tuple((each.shape, each.dtype) if isinstance(each, Tensor) else each for each in leaves)
+    rows = tuple((len(each.ids), each.real) for each in pieces)
+    return Form(structure, kinds, rows, samples), [each for each in leaves if isinstance(each, Tensor)]
+
+
+@dataclass(frozen=True)
+class Recording:
+    """A recorded step: replaying it reads the `inputs`, and writes the `gradients` and what it has `found`."""
+
+    form: Form
+    inputs: list[Tensor]
+    found: Any
+    gradients: list[tuple[nn.Parameter, Tensor]]
+    replay: Callable[[], None]
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        for static, new in zip(self.inputs, tensors, strict=True):
+            static.copy_(new, non_blocking=True)
+        parameter, gradient = self.gradients[0]
+        if parameter.grad is not gradient:  # a step was computed as always in between
+            for parameter, gradient in self.gradients:
+                parameter.grad = gradient
+        self.replay()
+        return self.found
+
+
+class Before:
+    """What a step may change beside gradients, as it was before: so that it can be computed twice and count once.
+
+    It also tells what a recording would miss: a buffer that is replaced and not written to, a number that the model
+    counts up on the host, random numbers that are drawn there.
+    """
+
+    def __init__(self, placed: Placed, device: torch.device) -> None:
+        self._model, self._device = placed.model, device
+        self._buffers = [(name, each, each.detach().clone()) for name, each in self._model.named_buffers()]
+        self._places = [each.data_ptr() for _, each, _ in self._buffers]
+        self._moment, self._numbers = getattr(placed, "moment", None), _numbers(self._model)
+        self._drawn = Drawn.now(device)
+
+    def objection(self) -> str | None:
+        """Why the step that was computed since then cannot be recorded, or None."""
+        now = dict(self._model.named_buffers())
+        for (name, before, _), place in zip(self._buffers, self._places, strict=True):
+            if now.get(name) is not before or before.data_ptr() != place:
+                return f"the model replaces its buffer {name} in a step instead of writing to it"
+        for name, number in _numbers(self._model).items():
+            if self._numbers.get(name, number) != number:
+                return f"the model changes the number {name} in a step"
+        # Masks are drawn by the number of the step: a recording would drop the same for ever.
+        if self._moment is not None and any(int(each) for each in self._moment.turns.values()):
+            return "the model has dropout"
+        if not replace(self._drawn, cuda=None).same(replace(Drawn.now(self._device), cuda=None)):
+            return "random numbers are drawn on the host in a step"
+        return None
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for _, buffer, values in self._buffers:
+            buffer.copy_(values)
+        draw_on(self._drawn.tensors(), self._device)
+
+
+def _numbers(model: nn.Module) -> dict[str, float]:
+    """Plain numbers that the modules of a model have."""
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, module in model.named_modules()
+        for name, value in module.__dict__.items()
+        if isinstance(value, int | float)
+    }
+
+
+class Graphed:
+    """Computes steps, as always or from a recording."""
+
+    def __init__(
+        self,
+        compute: Compute,
+        placed: Placed,
+        device: torch.device,
+        recorder: Recorder,
+        wanted: bool | None,
+        note: Note,
+    ) -> None:
+        self._compute, self._placed, self._device, self._recorder = compute, placed, device, recorder
+        self._wanted, self._note = wanted, note
+        self._recording: Recording | None = None
+        self._over = False
+        self._seen: dict[Form, int] = {}
+        self._replayed = 0
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients lie in a recording's memory and are written anew by the next step: nobody clears them."""
+        if self._recording is None:
+            return False
+        parameter, gradient = self._recording.gradients[0]
+        return parameter.grad is gradient
+
+    def __call__(self, step: int, pieces: list[Piece], samples: int) -> Any:
+        if self._over:
+            return self._compute(step, pieces, samples)
+        try:
+            form, tensors = form_of(pieces, samples)
+        except Unfit as why:
+            self._leave_it(str(why))
+            return self._compute(step, pieces, samples)
+        recording = self._recording
+        if recording is None:
+            return self._before_it(form, tensors, step, pieces, samples)
+        if form != recording.form:
+            return self._as_always(step, pieces, samples)
+        self._replayed += 1
+        if self._replayed % CHECK_EVERY:
+            return recording(tensors)
+        return self._compared(recording, Before(self._placed, self._device), None, tensors, step, pieces, samples)
+
+    def _before_it(self, form: Form, tensors: list[Tensor], step: int, pieces: list[Piece], samples: int) -> Any:
+        """One of the first steps, or the one that is recorded."""
+        count = self._seen[form] = self._seen.get(form, 0) + 1
+        if len(self._seen) > FORMS:
+            self._leave_it("hardly any batch has the form of another")
+            return self._compute(step, pieces, samples)
+        if count < FIRST:
+            return self._as_always(step, pieces, samples)
+        if count == FIRST:
+            self._recorder.wait()
+            began = time.perf_counter()
+            found = self._as_always(step, pieces, samples)
+            self._recorder.wait()
+            self._over = self._wanted is None and time.perf_counter() - began > SHORT
+            return found
+        return self._recorded(form, tensors, step, pieces, samples)
+
+    def _recorded(self, form: Form, tensors: list[Tensor], step: int, pieces: list[Piece], samples: int) -> Any:
+        before = Before(self._placed, self._device)
+        with self._recorder.aside():
+            found = self._as_always(step, pieces, samples)
+        why = before.objection()
+        if why is not None:
+            self._leave_it(why)
+            return found
+        expected = self._looked_at(found)
+        del found
+        before.restore()
+        self._clear()
+        try:
+            recording = self._record(form, tensors, step, pieces, samples)
+        except Exception as error:
+            before.restore()
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            return self._give_up(f"it cannot be recorded ({first})", step, pieces, samples)
+        self._recording = recording
+        return self._compared(recording, before, expected, tensors, step, pieces, samples)
+
+    def _record(self, form: Form, tensors: list[Tensor], step: int, pieces: list[Piece], samples: int) -> Recording:
+        inputs = [each.clone() for each in tensors]
+        own = iter(inputs)
+        leaves, structure = tree_flatten([(each.inputs, each.targets) for each in pieces])
+        static = tree_unflatten([next(own) if isinstance(each, Tensor) else each for each in leaves], structure)
+        held = [replace(each, inputs=pair[0], targets=pair[1]) for each, pair in zip(pieces, static, strict=True)]
+        found, replay = self._recorder.record(lambda: self._compute(step, held, samples))
+        gradients = [(each, each.grad) for each in self._parameters() if each.grad is not None]
+        if not gradients:
+            raise Unfit("it leaves no gradients")
+        return Recording(form, inputs, found, gradients, replay)
+
+    def _compared(
+        self,
+        recording: Recording,
+        before: Before,
+        expected: tuple[list[float], list[float]] | None,
+        tensors: list[Tensor],
+        step: int,
+        pieces: list[Piece],
+        samples: int,
+    ) -> Any:
+        """What the recording computes, if that is `expected`, which is computed as always where nobody has done it."""
+        if expected is None:
+            expected = self._looked_at(self._as_always(step, pieces, samples))
+        before.restore()
+        found = recording(tensors)
+        replayed = self._looked_at(found)
+        if alike(expected[0], replayed[0]) and alike(expected[1], replayed[1]):
+            return found
+        before.restore()
+        return self._give_up("a recorded step gives other numbers than the step itself", step, pieces, samples)
+
+    def _looked_at(self, found: Any) -> tuple[list[float], list[float]]:
+        """The numbers of a step, and the norm of each gradient; the host waits for them."""
+        numbers = [each.detach().double().flatten() for each in tree_leaves(found) if isinstance(each, Tensor)]
+        gradients = [each.grad for each in self._parameters() if each.grad is not None]
+        return torch.cat(numbers).tolist(), norms(gradients).tolist() if gradients else []
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """All that may have a gradient: what the model computes with, and what the optimizer changes."""
+        return list(
+            dict.fromkeys([*self._placed.model.parameters(), *(each.parameter for each in self._placed.shards)])
+        )
+
+    def _as_always(self, step: int, pieces: list[Piece], samples: int) -> Any:
+        if self._recording is not None:
+            self._clear()
+        return self._compute(step, pieces, samples)
+
+    def _clear(self) -> None:
+        """Gradients are made anew: into those that are there, they would be added."""
+        for each in self._parameters():
+            each.grad = None
+
+    def _give_up(self, why: str, step: int, pieces: list[Piece], samples: int) -> Any:
+        """After a recording that has failed."""
+        self._stop()
+        self._note(refused(why))
+        self._clear()
+        return self._compute(step, pieces, samples)
+
+    def _leave_it(self, why: str) -> None:
+        """Where recording is not for this training: only who has asked for it is told."""
+        self._stop()
+        if self._wanted:
+            self._note(refused(why))
+
+    def _stop(self) -> None:
+        self._over, self._recording = True, None
+        self._seen.clear()
+
+
+def alike(expected: list[float], found: list[float]) -> bool:
+    """Whether numbers are the same but for rounding; what is next to nothing beside the largest may be anything."""
+    finite = [abs(each) for each in expected if math.isfinite(each)]
+    little = LIKE * LIKE * max(finite, default=0.0)
+    return len(expected) == len(found) and all(
+        math.isclose(a, b, rel_tol=LIKE, abs_tol=little) or a == b or (math.isnan(a) and math.isnan(b))
+        for a, b in zip(expected, found, strict=True)
+    )
