@@ -198,7 +198,8 @@ def transformers(task: Task) -> Side:
 
     def body(tell: Callable[[Any], bool]) -> None:
         class After(TrainerCallback):
-            def on_step_end(self, _: Any, __: Any, control: Any, **___: Any) -> None:
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                del args, state
                 control.should_training_stop = not tell(trainer.loss)
 
         with tempfile.TemporaryDirectory(prefix="meshrun-bench-") as folder:
@@ -220,7 +221,7 @@ def transformers(task: Task) -> Side:
             trainer = OfTask(
                 model,
                 arguments,
-                train_dataset=task.experiment.train,  # type: ignore[arg-type]
+                train_dataset=task.experiment.train,
                 optimizers=(optimizer, task.schedule(optimizer)),
                 callbacks=[After()],
             )

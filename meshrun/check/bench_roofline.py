@@ -1,0 +1,172 @@
+"""What bounds a step, and how far it is from that: counts of the step against what this device can do.
+
+    device = measured(torch.device("cuda"), "bf16")
+    shares = shares_of(counts, device, step_s=0.39, precision="bf16")
+    sentence(shares)       # bound by matrix products: at the pace of a large one they take 0.71 of the step; …
+
+A share is the time that a part of the step would take at the device's own pace, of the time that the step took. What
+goes through memory is counted before operations are fused, so it may be more than there is.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from meshrun.check.bench_count import Counts
+
+
+@dataclass(frozen=True)
+class Device:
+    """What was measured of a device."""
+
+    name: str
+    products: float
+    """Floating-point operations a second of a large matrix product, in the precision that is computed in."""
+    float8: float | None
+    """And in 8 bits, where the device has that."""
+    bandwidth: float
+    """Bytes a second that a copy reads and writes."""
+    call_s: float
+    """Seconds that the host needs to start an operation."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of the time of a step."""
+
+    step_s: float
+    mfu: float
+    """All that must be multiplied, of what the device could have multiplied in that time."""
+    products: float
+    attention: float
+    traffic: float
+    optimizer: float
+    host: float
+    data: float
+    """The training waited for data."""
+
+
+def shares_of(counts: Counts, device: Device, step_s: float, precision: str, data_wait: float = 0.0) -> Shares:
+    """What each part would take at the device's own pace."""
+    pace = device.float8 if precision == "float8" and device.float8 else device.products
+    return Shares(
+        step_s=step_s,
+        mfu=counts.flops / device.products / step_s,
+        products=counts.products / pace / step_s,
+        attention=counts.attention / device.products / step_s,
+        traffic=counts.traffic / device.bandwidth / step_s,
+        optimizer=counts.optimizer / device.bandwidth / step_s,
+        host=counts.calls * device.call_s / step_s,
+        data=data_wait,
+    )
+
+
+def sentence(shares: Shares) -> str:
+    """What bounds the step, and what else there is in it."""
+    computing = shares.products + shares.attention
+    memory = min(shares.traffic, 1.0) + shares.optimizer
+    rest = (
+        f"attention {_percent(shares.attention)}, memory traffic of other operations at most "
+        f"{_percent(min(shares.traffic, 1.0))} and of the optimizer {_percent(shares.optimizer)}, "
+        f"waiting for data {_percent(shares.data)}"
+    )
+    at_peak = f"at the pace of a large one they take {shares.products:.2f} of the step"
+    if shares.data > max(0.3, computing):
+        return (
+            f"bound by data: the step waits for it {_percent(shares.data)} of its time; more readers help (--workers)"
+        )
+    if computing >= 0.4 or computing >= max(memory, min(shares.host, 1.0)):
+        return f"bound by matrix products: {at_peak}; {rest}"
+    if shares.host >= 0.7 and computing + shares.optimizer < 0.4:
+        return (
+            f"bound by the host, which needs up to {_percent(min(shares.host, 1.0))} of the step to start operations one "
+            f"by one, while matrix products take {shares.products:.2f} of it; --compile, --graphs or a larger --batch help"
+        )
+    if memory >= 0.4:
+        return f"bound by memory traffic: matrix products take {shares.products:.2f} of the step; {rest}"
+    return f"bound by none of what is counted: matrix products take {shares.products:.2f} of the step; {rest}"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
+
+
+def facts(counts: Counts, device: Device) -> list[str]:
+    """The numbers that the shares are made of, a line each."""
+    eight = f", {device.float8 / 1e12:,.1f} in 8 bits" if device.float8 else ""
+    return [
+        f"{device.name}: {device.products / 1e12:,.2f} TFLOP/s in large matrix products{eight}, "
+        f"{device.bandwidth / 1e9:,.0f} GB/s of memory, {device.call_s * 1e6:.1f} µs to start an operation",
+        f"a step: {counts.products / 1e12:,.3f} TFLOP in matrix products, {counts.attention / 1e12:,.3f} in attention; "
+        f"{counts.traffic / 1e9:,.2f} GB through other operations (before fusing), "
+        f"{counts.optimizer / 1e9:,.2f} GB through the update; {counts.calls:,} operations",
+    ]
+
+
+def measured(device: torch.device, precision: str) -> Device:
+    """Measure a device, in some seconds."""
+    on_gpu = device.type == "cuda"
+    kind = torch.float32 if precision == "fp32" else torch.bfloat16
+    name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    size = 8192 if on_gpu else 768
+    a, b = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
+    seconds = _fastest(lambda: torch.mm(a, b), device)
+    big = torch.empty((1 << 30) if on_gpu else (1 << 26), dtype=torch.uint8, device=device).zero_()
+    other = torch.empty_like(big)
+    copied = _fastest(lambda: other.copy_(big), device)
+    return Device(
+        name=name,
+        products=2 * size**3 / seconds,
+        float8=_float8(size, device) if precision == "float8" else None,
+        bandwidth=2 * big.numel() / copied,
+        call_s=_call_s(device),
+    )
+
+
+def _float8(size: int, device: torch.device) -> float | None:
+    """Operations a second of a product in 8 bits; None where the device has none."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        return None
+    a, b = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
+    one = torch.ones((), device=device)
+
+    def product() -> None:
+        torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+
+    return 2 * size**3 / _fastest(product, device)
+
+
+def _fastest(act: Callable[[], object], device: torch.device, times: int = 5, at_once: int = 10) -> float:
+    """Seconds, of the fastest of some tries."""
+    found = []
+    at_once = at_once if device.type == "cuda" else 2
+    for _ in range(times + 1):  # the first is to warm up
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(at_once):
+            act()
+        _wait(device)
+        found.append((time.perf_counter() - began) / at_once)
+    return min(found[1:])
+
+
+def _call_s(device: torch.device, calls: int = 500) -> float:
+    """Seconds of the host for one small operation."""
+    small = torch.zeros(8, device=device)
+    found = []
+    for _ in range(4):
+        _wait(device)
+        began = time.perf_counter()
+        for _ in range(calls):
+            small.add_(1.0)
+        found.append((time.perf_counter() - began) / calls)
+    return min(found)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
