@@ -351,7 +351,7 @@ def _draws(trainer: Trainer, experiment: Experiment, ids: list[int]) -> list[str
     placed.train(True)
     placed.moment.step, placed.moment.ids = 0, torch.tensor(ids, device=trainer.here.device)
     inputs, _ = _read(trainer, experiment, ids)
-    with torch.no_grad():
+    with torch.no_grad(), computing(experiment.precision, trainer.here.device):
         return [str(each) for each in find_draws(model, lambda: call(model, inputs))]
 
 

@@ -13,8 +13,9 @@ The order of application, which every axis keeps to:
     5. compilation of segments
     6. fsdp shards what is left of each parameter, or dp copies it
     7. values: each rank keeps its part of what the constructor would have drawn, tensor by tensor
+    8. bf16: matrices are rounded, and their masters kept (where fsdp does not)
 
-dp alone needs none of it but 2, 4 and 5, and goes through DistributedDataParallel.
+dp alone needs none of it but 2, 4, 5 and 8, and goes through DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -36,13 +37,14 @@ from meshrun.errors import SharedError, UserError
 from meshrun.experiment import Experiment
 from meshrun.layout import Layout, nearest
 from meshrun.mesh import Here
-from meshrun.parallel import cp, dp, fsdp, pp, recompute, segments, tp
+from meshrun.parallel import cp, dp, fsdp, masters, pp, recompute, segments, tp
 from meshrun.parallel.attention import KeyedAttention, key_attentions
 from meshrun.parallel.batchnorm import sync_batchnorms
 from meshrun.parallel.construct import Blueprint, blueprint
 from meshrun.parallel.dropout import Moment, key_dropouts
 from meshrun.parallel.later import Later, put_off
-from meshrun.parallel.meshed import Held, Meshed, local
+from meshrun.parallel.masters import local
+from meshrun.parallel.meshed import Held, Meshed
 from meshrun.parallel.pipeline import Pipeline, Settings
 from meshrun.parallel.placed import Cutting, Placed, computing
 from meshrun.parallel.vocabulary import takes_split
@@ -198,7 +200,7 @@ def _replicated(experiment: Experiment, here: Here, how: How, moment: Moment) ->
     if how.sync_batchnorm and (mesh := here.submesh("dp")) is not None:
         sync_batchnorms(model, mesh.get_group())
     arithmetic = partial(computing, experiment.precision, here.device)
-    return dp.apply(model, here, moment, arithmetic, how.compress, notes)
+    return dp.apply(model, here, moment, arithmetic, how.compress, notes, shortened=experiment.precision != "fp32")
 
 
 def _meshed(experiment: Experiment, here: Here, how: How, moment: Moment) -> Placed:
@@ -214,7 +216,13 @@ def _meshed(experiment: Experiment, here: Here, how: How, moment: Moment) -> Pla
         parts, later = _parts(demands, here, how, moment, notes)
         _allocate(parts, torch.device("cpu") if how.offload else here.device)
         held = _held(demands, parts)
-        _fill(plan, parts, held, here)
+        if here.alone:
+            _make_up(parts)
+        else:
+            _fill(plan, parts, held, here)
+    if experiment.precision != "fp32" and layout.fsdp == 1:
+        kept = masters.shorten(*parts.values())
+        held = [replace(each, master=kept.get(each.parameter)) for each in held]
     chunks = chunks_of(layout)
     mesh = here.submesh("cp")
     settings = Settings(
@@ -391,6 +399,16 @@ def _fill(plan: Blueprint, parts: dict[int, nn.Module], held: list[Held], here: 
             local(buffer).copy_(values)
 
     plan.fill(take)
+
+
+@torch.no_grad()
+def _make_up(parts: dict[int, nn.Module]) -> None:
+    """Any values, of the usual size: drawing a large model's own takes minutes, and nobody looks at the numbers."""
+    for part in parts.values():
+        for parameter in part.parameters():
+            local(parameter).normal_(std=0.02)
+        for buffer in part.buffers():
+            local(buffer).zero_()
 
 
 @contextmanager

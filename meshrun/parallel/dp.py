@@ -26,8 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from meshrun.errors import RunFailed
 from meshrun.experiment import Loss
 from meshrun.mesh import Here
-from meshrun.parallel import buffers, compress
-from meshrun.parallel.dropout import Moment
+from meshrun.parallel import buffers, compress, masters
+from meshrun.parallel.dropout import Moment, draws
 from meshrun.parallel.placed import (
     Asked,
     Cutting,
@@ -55,15 +55,18 @@ def apply(
     arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext,
     compression: str = "none",
     notes: Sequence[str] = (),
+    shortened: bool = False,
 ) -> Replicated:
-    """Replicate a model that is already on this rank's device."""
+    """Replicate a model that is already on this rank's device; `shortened` stores its matrices in bf16."""
     if here.mesh is not None:
         with here.waiting("the initial weights from rank 0"), torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 values = tensor.detach().contiguous()
                 dist.broadcast(values, src=0)
                 tensor.copy_(values)
-    return Replicated(model, here, moment or Moment(), arithmetic, compression, list(notes))
+    # What is compressed by matrices is compressed in fp32.
+    short = masters.shorten(model) if shortened and compression != "powersgd" else {}
+    return Replicated(model, here, moment or Moment(), arithmetic, compression, list(notes), short)
 
 
 class Cargo(nn.Module):
@@ -118,21 +121,25 @@ class Replicated:
         arithmetic: Callable[[], AbstractContextManager[Any]],
         compression: str,
         notes: list[str],
+        short: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
+        """`short` has the master of each parameter that is bf16."""
         self.model, self.here, self.moment, self.notes = model, here, moment, notes
         self.cutting = Cutting()
         self._arithmetic, self._compression = arithmetic, compression
+        self._draws = any(draws(each) for each in model.modules())
         everyone = tuple(range(here.size))
-        held = [
-            Shard(name, each, everyone, tuple(each.shape), (0,) * each.dim()) for name, each in model.named_parameters()
-        ]
+        held = [_held(name, each, everyone, short.get(each)) for name, each in model.named_parameters()]
         self.shards = [each for each in held if each.parameter.requires_grad]
         self.frozen = [each for each in held if not each.parameter.requires_grad]
         self.parameters = [each.parameter for each in self.shards]
+        self._copied = [each for each in self.shards if each.copy is not None]
+        self._copies_work = not short
+        """Whether the model is known to compute with matrices in bf16, or has none."""
         self._ddp: DistributedDataParallel | None = None
         self._cargo: Cargo | None = None
         self._by_hand = False
-        self._always_used = set(self.parameters)
+        self._always_used = {each.computed for each in self.shards}
         self._all_used: bool | None = None
         self._steps_through_ddp = 0
         self._sums: Tensor | None = None
@@ -151,14 +158,35 @@ class Replicated:
                 found = self._loss(step, piece, loss)
                 own = as_sums(found) if own is None else own + as_sums(found)
                 self._backward(found.total * (self.here.replicas / samples), own if last else None, asked)
+            if not last:
+                self.collect()
         assert own is not None
-        return Outcome(own, self._finish_reduction(), None)
+        sums = self._finish_reduction()
+        if len(pieces) > 1:
+            self.collect()
+        return Outcome(own, sums, None)
 
     def _loss(self, step: int, piece: Piece, loss: Score) -> Loss:
         self.moment.step = step
-        self.moment.ids = torch.tensor(piece.ids, device=self.here.device)
-        with self._arithmetic():
-            return counted(self._forward(piece.inputs), piece, loss)
+        # A model that draws by them wants them on its device; sending them must not make the host wait.
+        ids = torch.tensor(piece.ids)
+        self.moment.ids = ids.to(self.here.device, non_blocking=True) if self._draws else ids
+        try:
+            with self._arithmetic():
+                found = counted(self._forward(piece.inputs), piece, loss)
+        except RuntimeError as error:
+            if self._copies_work or not masters.is_about_types(error):
+                raise
+            self._compute_in_fp32()
+            return self._loss(step, piece, loss)
+        self._copies_work = True
+        return found
+
+    def _compute_in_fp32(self) -> None:
+        """For a model that computes with its matrices in ways that autocast does not know of."""
+        masters.lengthen([*self.shards, *self.frozen])
+        self._copies_work = True
+        self.notes.append("the model computes with its matrices in a way that wants them in fp32: they are stored so")
 
     @torch.no_grad()
     def scores(self, pieces: Iterable[Piece], functions: Mapping[str, Score]) -> Tensor:
@@ -169,6 +197,13 @@ class Replicated:
                 sums += torch.stack([as_sums(counted(outputs, piece, each)) for each in functions.values()])
         return sums
 
+    def collect(self) -> None:
+        masters.collect(self._copied)
+
+    def spread(self) -> None:
+        masters.spread(self._copied)
+        masters.spread(self.frozen)
+
     def train(self, mode: bool) -> None:
         self.model.train(mode)
 
@@ -177,11 +212,16 @@ class Replicated:
 
     def habits(self) -> dict[str, Any]:
         """How gradients are reduced. DDP lays them out anew after its first step, and the order of sums with them."""
-        return {} if self._all_used is None else {"all_used": self._all_used, "settled": self._steps_through_ddp > 0}
+        if self._all_used is None:
+            return {}
+        wide = any(each.computed.dtype == each.parameter.dtype for each in self._copied)
+        return {"all_used": self._all_used, "settled": self._steps_through_ddp > 0, **({"wide": True} if wide else {})}
 
     def take_up(self, habits: Mapping[str, Any]) -> bool:
         if "all_used" not in habits or self._ddp is not None:
             return False
+        if habits.get("wide"):
+            self._compute_in_fp32()
         self._make_ddp(habits["all_used"])
         # Two numbers have but one sum; of three and more the order matters.
         return bool(habits["settled"]) and self.here.size > 2
@@ -189,8 +229,10 @@ class Replicated:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Rank 0 has them all."""
         if self.here.rank == 0:
-            for name, tensor in (*self.model.named_parameters(), *persistent_buffers(self.model)):
-                yield name, tensor.detach()
+            for shard in (*self.shards, *self.frozen):
+                yield shard.name, shard.parameter.detach()
+            for name, buffer in persistent_buffers(self.model):
+                yield name, buffer.detach()
 
     def _begin_step(self, every_rank_has_samples: bool) -> None:
         """Decide how the gradients of this step are reduced; all ranks decide the same."""
@@ -227,12 +269,15 @@ class Replicated:
     def _finish_reduction(self) -> Tensor:
         """After the last backward pass of a step: every gradient is the mean over the replicas; returns the sums."""
         if self._by_hand:
+            self.collect()
             used_by_all = self._reduce_by_hand()
             if self._ddp is None:
                 self._make_ddp(used_by_all)
         else:
             self._refuse_missing()
-            self._steps_through_ddp += self._ddp is not None
+            if self._ddp is not None:
+                self._steps_through_ddp += 1
+                self._let_go_of_reduced()
             if self._cargo is not None:
                 return self._cargo.unload()
         if self._summing is not None:
@@ -255,7 +300,7 @@ class Replicated:
             find_unused_parameters=not all_are_used,
             **_KEEP_BUFFERS,
         )
-        compress.register(self._ddp, self._compression)
+        compress.register(self._ddp, self._compression, {each.computed: each.parameter for each in self._copied})
 
     def agree_on_buffers(self) -> None:
         """Give all ranks the same running statistics: the mean of theirs, or rank 0's where a mean has no sense."""
@@ -274,18 +319,26 @@ class Replicated:
         try:
             self._ddp._check_reducer_finalized()
         except RuntimeError as error:
-            missing = [name for name, each in self.model.named_parameters() if each.requires_grad and each.grad is None]
+            missing = [each.name for each in self.shards if each.gradient is None]
             named = f": {', '.join(missing[:4])}{', …' * (len(missing) > 4)}" if missing else " in a micro-batch"
             raise RunFailed(
                 f"the loss on rank {self.here.rank} did not use all parameters as it did in the first step{named}; "
                 f"add 0 times their sum to the loss where they are not used"
             ) from error
 
+    def _let_go_of_reduced(self) -> None:
+        """What DDP has reduced lies with the masters; one that nobody has used must stay without."""
+        for shard in self._copied:
+            assert shard.copy is not None
+            if shard.copy.grad is None:
+                shard.parameter.grad = None
+            shard.copy.grad = None
+
     @contextmanager
     def _noting_uses(self) -> Iterator[None]:
         """Find the parameters that take part in every micro-batch, which is what DDP expects of all of them."""
         used: set[nn.Parameter] = set()
-        hooks = [each.register_post_accumulate_grad_hook(used.add) for each in self.parameters]
+        hooks = [each.computed.register_post_accumulate_grad_hook(used.add) for each in self.shards]
         yield
         for hook in hooks:
             hook.remove()
@@ -293,7 +346,7 @@ class Replicated:
 
     def _reduce_by_hand(self) -> bool:
         """Average gradients over ranks that may lack some; returns whether every micro-batch of all ranks had all."""
-        uses = [[each.grad is not None, each in self._always_used] for each in self.parameters]
+        uses = [[each.parameter.grad is not None, each.computed in self._always_used] for each in self.shards]
         ranks = torch.tensor(uses, dtype=torch.int32, device=self.here.device)
         dist.all_reduce(ranks, group=self._group())
         for parameter, (users, _) in zip(self.parameters, ranks.tolist(), strict=True):
@@ -303,3 +356,10 @@ class Replicated:
                 dist.all_reduce(mine, group=self._group())
                 parameter.grad = mine.div_(self.here.replicas)
         return int(ranks.min()) == self.here.replicas
+
+
+def _held(name: str, parameter: nn.Parameter, ranks: tuple[int, ...], master: nn.Parameter | None) -> Shard:
+    shape, start = tuple(parameter.shape), (0,) * parameter.dim()
+    if master is None:
+        return Shard(name, parameter, ranks, shape, start)
+    return Shard(name, master, ranks, shape, start, copy=parameter)

@@ -38,7 +38,7 @@ def apply(
     # Autocast keeps its own rules of what is computed how; only what travels and what is kept is decided here.
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        if precision == "bf16"
+        if precision != "fp32"
         else MixedPrecisionPolicy()
     )
     pin = mesh.device_type == "cuda"

@@ -1,6 +1,6 @@
 """Whole tensors from the parts that ranks hold, through host memory, which every backend can send from.
 
-whole(parameter, split_dim, here)          # on every rank of a stage
+whole(parameter, part, split_dim, here)    # on every rank of a stage
 send(tensor, to=0); receive(rank)          # between stages
 """
 
@@ -17,11 +17,11 @@ from meshrun.parallel.placed import TYPES
 _HEADER = 16
 
 
-def whole(parameter: nn.Parameter, split_dim: int | None, here: Here) -> Tensor:
-    """A parameter that fsdp has cut along dim 0 and, before that, tp along `split_dim`."""
+def whole(parameter: nn.Parameter, part: Tensor, split_dim: int | None, here: Here) -> Tensor:
+    """A parameter that fsdp has cut along dim 0 and, before that, tp along `split_dim`; this rank has `part` of it."""
     if not isinstance(parameter, DTensor):
-        return parameter.detach().cpu()
-    tensor, shape = parameter._local_tensor.detach().cpu(), list(parameter.shape)
+        return part.detach().cpu()
+    tensor, shape = part.detach().cpu(), list(parameter.shape)
     split = here.submesh("tp") if split_dim is not None else None
     sharded = here.submesh("fsdp", "cp") if here.layout.fsdp > 1 else None
     if split is not None and split_dim is not None:

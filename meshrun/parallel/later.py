@@ -39,6 +39,8 @@ class Later:
             for weight, gradient, inputs in self._left.pop(place, ()):
                 whole = gradient.flatten(0, -2).t() @ inputs.flatten(0, -2)
                 weight.grad = whole.to(weight.dtype) if weight.grad is None else weight.grad.add_(whole)
+                for hook in (weight._post_accumulate_grad_hooks or {}).values():
+                    hook(weight)
 
     def all_now(self) -> None:
         for place in list(self._left):

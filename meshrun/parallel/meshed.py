@@ -10,6 +10,7 @@ with the sums of the losses.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,12 +22,11 @@ from torch.distributed.tensor import DTensor
 
 from meshrun.layout import AXES
 from meshrun.mesh import Here
-from meshrun.parallel import buffers, cp, fsdp, gather
+from meshrun.parallel import buffers, cp, fsdp, gather, masters
+from meshrun.parallel.masters import local
 from meshrun.parallel.pipeline import Pipeline
 from meshrun.parallel.placed import Asked, Cutting, Outcome, Piece, Score, Shard, norms, persistent_buffers
-
-_BUCKET = 25 << 20
-"""Bytes of gradients that travel together."""
+from meshrun.parallel.reduced import Counted, Overlapped, Source, summed
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +40,8 @@ class Held:
     """(number, of): which of several equal blocks of the model's own parameter this is; (0, 1) for all of it."""
     split_dim: int | None
     """The dimension along which tp has split it."""
+    master: nn.Parameter | None = None
+    """This rank's part in fp32, where the parameter itself is bf16."""
 
     @property
     def local(self) -> Tensor:
@@ -71,10 +73,6 @@ class Held:
         return tuple(shape), tuple(start)
 
 
-def local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _chunk(tensor: Tensor, place: tuple[int, int], dim: int) -> Tensor:
     """As torch cuts: full chunks first, then a smaller one, then none."""
     chunks = tensor.chunk(place[1], dim)
@@ -91,7 +89,8 @@ class Meshed:
         first = {(each.name, each.block): each for each in reversed(held)}
         self.held = [each for each in held if each is first[each.name, each.block]]
         """What this rank holds, once each; `_copied` are the further copies that its other stages compute with."""
-        self._copied = [(each, first[each.name, each.block]) for each in held if each not in self.held]
+        copied = [(each, first[each.name, each.block]) for each in held if each not in self.held]
+        self._copied = [(replace(each, master=None), kept) for each, kept in copied]
         self.cutting, self.notes = cutting, notes
         layout = here.layout
         self._sharded = layout.fsdp > 1
@@ -106,13 +105,28 @@ class Meshed:
         self.frozen = [self._shard(each) for each in self.held if not each.parameter.requires_grad]
         self._unused: set[str] | None = None
         """Parameters that no rank has a gradient of, once that is known."""
+        self._again: set[str] = set()
+        """Those whose gradients come in several parts, known at the same time."""
+        self._partial: set[nn.Parameter] = set()
+        """Masters whose collected gradients are still to be summed over tp."""
+        for each, kept in [*((each, each) for each in self.trained), *self._copied]:
+            if kept.master is not None and kept.master.requires_grad:
+                masters.collect_at_once(each.parameter, functools.partial(self._collected, each.parameter, kept.master))
+        self._sums: Counted | Overlapped | None = None
+        """Over dp and cp, while the backward pass goes on; not where gradients of weights are put off past its end."""
+        if self._reduced is not None and pipeline.settings.later is None:
+            self._sums = Counted(self._sources())
+            pipeline.settings.before_backward = self._before_backward
 
     def _shard(self, held: Held) -> Shard:
         here = self.here
         mesh = here.submesh("fsdp", "cp") if self._sharded else None
         sharded = (mesh.get_local_rank(), mesh.size()) if mesh is not None else (0, 1)
         shape, start = held.where((here.place("tp"), here.layout.tp), sharded)
-        return Shard(held.name, _plain(held.parameter), self._holders(held), shape, start)
+        held_here = _plain(held.parameter)
+        if held.master is None:
+            return Shard(held.name, held_here, self._holders(held), shape, start)
+        return Shard(held.name, held.master, self._holders(held), shape, start, copy=held_here)
 
     def _holders(self, held: Held) -> tuple[int, ...]:
         """All ranks that differ from this one only along axes that do not cut the parameter."""
@@ -133,6 +147,7 @@ class Meshed:
 
     def step(self, step: int, pieces: list[Piece], samples: int, loss: Score, asked: Asked) -> Outcome:
         self._same_on_all_chunks()
+        self._begin_sums()
         own = self.pipeline.train(step, [self._mine(each) for each in pieces], self._divided_by / samples, loss)
         self._finish_gradients()
         gradients = self._gradients()
@@ -158,6 +173,20 @@ class Meshed:
         inputs = cp.with_positions(self.model, inputs, positions)
         return replace(piece, inputs=inputs, targets=targets, positions=positions, length=len(positions) * parts)
 
+    def _collected(self, parameter: nn.Parameter, master: nn.Parameter, gradient: Tensor) -> None:
+        """Each micro-batch's gradient of a bf16 parameter is added to its master's, in fp32."""
+        plain, is_partial = _plain_gradient(gradient, parameter)
+        masters.add(master, plain)
+        if is_partial:
+            self._partial.add(master)
+
+    def collect(self) -> None:
+        """Done after every micro-batch already."""
+
+    def spread(self) -> None:
+        masters.spread(self.shards)
+        masters.spread(self.frozen)
+
     def train(self, mode: bool) -> None:
         for part in self.pipeline.parts.values():
             part.train(mode)
@@ -177,12 +206,12 @@ class Meshed:
         return found
 
     def habits(self) -> dict[str, Any]:
-        """Which parameters nobody uses, once that is known."""
-        return {} if self._unused is None else {"unused": sorted(self._unused)}
+        """Which parameters nobody uses and which gradients come in several parts, once that is known."""
+        return {} if self._unused is None else {"unused": sorted(self._unused), "again": sorted(self._again)}
 
     def take_up(self, habits: Mapping[str, Any]) -> bool:
         if "unused" in habits:
-            self._unused = set(habits["unused"])
+            self._unused, self._again = set(habits["unused"]), set(habits.get("again", ()))
         return False
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -212,7 +241,10 @@ class Meshed:
     def _whole(self, blocks: list[Held] | Tensor) -> Tensor:
         if isinstance(blocks, Tensor):
             return blocks.detach().cpu()
-        whole = [gather.whole(each.parameter, each.split_dim, self.here) for each in blocks]
+        whole = [
+            gather.whole(each.parameter, each.local if each.master is None else each.master, each.split_dim, self.here)
+            for each in blocks
+        ]
         return whole[0] if len(whole) == 1 else torch.cat(whole)
 
     def _same_on_all_chunks(self) -> None:
@@ -228,7 +260,10 @@ class Meshed:
                 fsdp.settle(part)
         partial: list[Tensor] = []
         for held, shard in zip(self.trained, self.shards, strict=True):
-            shard.parameter.grad = _taken(held.parameter, partial)
+            if held.master is None:
+                shard.parameter.grad = _taken(held.parameter, partial)
+            elif held.master in self._partial and held.master.grad is not None:
+                partial.append(held.master.grad)
         for copy, first in self._copied:
             gradient = _taken(copy.parameter, partial)
             copy.parameter.grad = None
@@ -239,17 +274,46 @@ class Meshed:
         if partial:
             mesh = self.here.submesh("tp")
             assert mesh is not None
-            _sum(partial, mesh.get_group())
+            summed(partial, mesh.get_group())
         if self._unused is None:
             self._unused = self._used_nowhere()
+        done: set[nn.Parameter] = set()
+        if isinstance(self._sums, Overlapped):
+            done = {each.kept for each in self._sums.sources}
+            self._sums.finish()
         for shard in self.shards:
             if shard.parameter.grad is None and shard.name not in self._unused:
                 shard.parameter.grad = torch.zeros_like(shard.parameter)
         if self._reduced is not None:
-            _sum(self._gradients(), self._reduced)
+            left = [each.parameter.grad for each in self.shards if each.parameter not in done]
+            summed([each for each in left if each is not None], self._reduced)
         for name, (_, group) in self._ties.items():
             if group is not None:
-                _sum(self._gradients(name), group)
+                summed(self._gradients(name), group)
+
+    def _sources(self) -> list[Source]:
+        """Parameters whose gradients can be summed over dp and cp while others are still computed.
+
+        Not those that tp keeps whole, which may have to be summed over tp first, nor those of several stages.
+        """
+        late = (self._unused or set()) | self._again | {first.name for _, first in self._copied}
+        return [
+            Source(held.name, held.parameter, held.parameter if held.master is None else held.master, shard.parameter)
+            for held, shard in zip(self.trained, self.shards, strict=True)
+            if held.name not in late and not (isinstance(held.parameter, DTensor) and held.split_dim is None)
+        ]
+
+    def _begin_sums(self) -> None:
+        if isinstance(self._sums, Counted) and self._unused is not None:
+            self._sums.end()
+            assert self._reduced is not None
+            self._sums = Overlapped(self._sources(), self._reduced)
+        if isinstance(self._sums, Overlapped):
+            self._sums.begin()
+
+    def _before_backward(self, _: nn.Module, last: bool) -> None:
+        assert self._sums is not None
+        self._sums.last = last
 
     def _gradients(self, name: str | None = None) -> list[Tensor]:
         found = [each.parameter.grad for each in self.shards if name in (None, each.name)]
@@ -259,23 +323,33 @@ class Meshed:
         """Parameters that nobody has a gradient of: they must stay without, as in one process."""
         idle = {each.name for each in self.shards if each.parameter.grad is None}
         used = {each.name for each in self.shards if each.parameter.grad is not None}
-        everyone = self.here.gathered((idle, used))
-        return set().union(*(each for each, _ in everyone)) - set().union(*(each for _, each in everyone))
+        again = self._sums.again() if isinstance(self._sums, Counted) else set()
+        everyone = self.here.gathered((idle, used, again))
+        all_idle, all_used, self._again = (set[str]().union(*each) for each in zip(*everyone, strict=True))
+        return all_idle - all_used
 
 
 def _taken(parameter: nn.Parameter, partial: list[Tensor]) -> Tensor | None:
     """A parameter's gradient as a plain tensor; one that is still to be summed over tp is also added to `partial`."""
-    gradient = parameter.grad
+    if parameter.grad is None or not isinstance(parameter, DTensor):
+        return parameter.grad
+    gradient, parameter.grad = parameter.grad, None
+    plain, is_partial = _plain_gradient(gradient, parameter)
+    if is_partial:
+        partial.append(plain)
+    return plain
+
+
+def _plain_gradient(gradient: Tensor, parameter: nn.Parameter) -> tuple[Tensor, bool]:
+    """A gradient without any wrapping, and whether it is still to be summed over tp."""
     if not isinstance(gradient, DTensor):
-        return gradient
+        return gradient, False
     assert isinstance(parameter, DTensor)
-    parameter.grad = None
     if gradient.placements == parameter.placements:
-        return gradient.to_local()
+        return gradient.to_local(), False
     if len(gradient.placements) == 1 and gradient.placements[0].is_partial() and parameter.placements[0].is_replicate():
-        partial.append(gradient.to_local())
-        return partial[-1]
-    return gradient.redistribute(placements=parameter.placements).to_local()
+        return gradient.to_local(), True
+    return gradient.redistribute(placements=parameter.placements).to_local(), False
 
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:
@@ -299,23 +373,3 @@ def _ties(here: Here, held: list[Held]) -> dict[str, tuple[tuple[int, ...], dist
             if here.rank in ranks and here.place("pp") in places:
                 groups[places] = group
     return {name: (places, groups.get(places)) for name, places in shared.items()}
-
-
-def _sum(gradients: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum gradients over a group in place, several at a time."""
-    works: list[tuple[dist.Work | None, Tensor, list[Tensor]]] = []
-    bucket: list[Tensor] = []
-    size = 0
-    for number, each in enumerate(gradients):
-        bucket.append(each)
-        size += each.numel() * each.element_size()
-        after = gradients[number + 1] if number + 1 < len(gradients) else None
-        if after is None or size >= _BUCKET or after.dtype != each.dtype:
-            flat = torch.cat([one.reshape(-1) for one in bucket])
-            works.append((dist.all_reduce(flat, group=group, async_op=True), flat, bucket))
-            bucket, size = [], 0
-    for work, flat, tensors in works:
-        assert work is not None
-        work.wait()
-        for one, summed in zip(tensors, flat.split([each.numel() for each in tensors]), strict=True):
-            one.copy_(summed.view_as(one))

@@ -57,10 +57,24 @@ class Shard:
     """Of the whole parameter, as the model itself has it."""
     start: tuple[int, ...]
     """Where in it this part begins."""
+    copy: nn.Parameter | None = None
+    """What the model computes with, where that is not `parameter` itself but this in bf16 (`masters`)."""
 
     @property
     def copies(self) -> int:
         return len(self.holders)
+
+    @property
+    def computed(self) -> nn.Parameter:
+        """What the model computes with."""
+        return self.parameter if self.copy is None else self.copy
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """As it was computed last: of the copy, unless it was collected from there."""
+        if self.parameter.grad is None and self.copy is not None:
+            return self.copy.grad
+        return self.parameter.grad
 
 
 @dataclass(frozen=True)
@@ -105,6 +119,12 @@ class Placed(Protocol):
 
     def scores(self, pieces: Iterable[Piece], functions: Mapping[str, Score]) -> Tensor:
         """Rows of (total, count) of these pieces, a row a function; zeros on ranks that do not see the outputs."""
+
+    def collect(self) -> None:
+        """Make gradients of copies those of the parameters that they are copies of."""
+
+    def spread(self) -> None:
+        """Bring copies up to date with parameters, trained and frozen, that were changed."""
 
     def train(self, mode: bool) -> None:
         """Switch what is on this rank to training, or to evaluation."""
@@ -188,12 +208,22 @@ def as_sums(loss: Loss) -> Tensor:
 def norms(gradients: list[Tensor]) -> Tensor:
     """The norm of each, in doubles."""
     if gradients[0].is_cuda:
-        return torch.stack(torch._foreach_norm(gradients)).double()
+        return torch.stack(_norms_on_device(gradients)).double()
     # On a CPU norms are added up in the order of memory: that of a large gradient would be off by 1e-5, and otherwise
     # on shards. Sums are added up in pairs.
     return torch.stack([each.square().sum() for each in gradients]).double().sqrt()
 
 
+def _norms_on_device(gradients: list[Tensor]) -> list[Tensor]:
+    """Those in bf16 have norms in fp32; a kernel takes many tensors of one type at once."""
+    found: dict[int, Tensor] = {}
+    for kind in {each.dtype for each in gradients}:
+        places = [place for place, each in enumerate(gradients) if each.dtype == kind]
+        wide = torch.promote_types(kind, torch.float32)
+        found |= zip(places, torch._foreach_norm([gradients[place] for place in places], 2, wide), strict=True)
+    return [found[place] for place in range(len(gradients))]
+
+
 def computing(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """The arithmetic of forward passes."""
-    return torch.autocast(device.type, torch.bfloat16) if precision == "bf16" else nullcontext()
+    return torch.autocast(device.type, torch.bfloat16) if precision != "fp32" else nullcontext()

@@ -39,6 +39,7 @@ from meshrun.layout import Layout
 from meshrun.mesh import Here, start
 from meshrun.parallel.build import How, build, demands_of, refuse_how
 from meshrun.state.weights import save_weights
+from meshrun.train import graphs
 from meshrun.train.bad_samples import BadSamples
 from meshrun.train.bad_steps import Policy, Verdict
 from meshrun.train.data_wait import Tally
@@ -146,6 +147,10 @@ class Trainer:
         self._unsettled: deque[Update] = deque()
         self._back = (0, 0)
         self.keeper = Keeper(self, keeping) if keeping is not None else None
+        device, shown = self.here.device, inspect is not None
+        why = graphs.objection(how.graphs, device, self.here.size, self.total_steps, shown, how.update_in_backward)
+        if why is not None and how.graphs:
+            self.placed.notes.append(graphs.refused(why))
         self._update = Stepper(
             self.here,
             self.placed,
@@ -160,6 +165,9 @@ class Trainer:
             experiment.augment,
             experiment.seed,
             self.order.steps_per_epoch,
+            graphs.recorder_on(device) if why is None else None,
+            how.graphs,
+            lambda text: self.tell("note", text=text),
         )
 
     def resume(self) -> dict[str, Any] | None:
@@ -224,7 +232,7 @@ class Trainer:
         loader = Loader(self.experiment.train, self.order, self.here.replica, self.here.replicas, reading)
         self.placed.train(True)
         self._update.compute(next(loader.steps(0, 1)))
-        self.optimizer.zero_grad()
+        self._update.update.forget()
 
     def evaluate(self) -> Scores:
         """Loss and metrics of every evaluation set, every sample once."""
@@ -271,9 +279,10 @@ class Trainer:
         values, ready = self._update(data), None
         if isinstance(values, Tensor):
             # Copied beside the computation: the host reads the numbers one update later, without making the GPU wait.
-            values = values.to("cpu", non_blocking=True)
-            ready = torch.cuda.Event()
-            ready.record()
+            values, on_gpu = values.to("cpu", non_blocking=True, copy=True), values.is_cuda
+            ready = torch.cuda.Event() if on_gpu else None
+            if ready is not None:
+                ready.record()
         self.totals.ids.add(data.ids)
         return Update(data.step, len(data.ids), rate, data.waited, own, values, ready, effort=data.effort)
 

@@ -1,7 +1,7 @@
-"""The optimizer's side of a step: its fused form, the learning rate, and the one scaling of all gradients.
+"""The optimizer's side of a step: its fused form, the learning rate, and the one factor of all gradients.
 
     optimizer = make(experiment.optimizer, parameters, scale=1.0)
-    norm = scale_now(gradients, norm_now(gradients), factor, clip=1.0)
+    norm, factor = clipped_now(norm_now(gradients), factor, clip=1.0)
 
 All gradients are multiplied once a step: to make them those of the mean loss, and to clip them.
 """
@@ -85,17 +85,15 @@ def norm_now(gradients: list[Tensor]) -> float:
     return math.hypot(*norms(gradients).tolist())
 
 
-def scale_now(gradients: list[Tensor], norm: float, factor: float, clip: float | None) -> float:
-    """Multiply all gradients by `factor`, then down to the norm `clip`; returns the norm before clipping.
+def clipped_now(norm: float, factor: float, clip: float | None) -> tuple[float, float]:
+    """The norm of gradients that are multiplied by `factor`, and what to multiply them by so that it is `clip` at most.
 
-    Both are one pass over the gradients, and none where nothing is to be changed.
+    Both are one pass over the gradients.
     """
     norm *= factor
     if clip is not None:
         factor *= min(1.0, clip / (norm + 1e-6))  # torch's own clipping adds as much
-    if factor != 1.0 and gradients:
-        torch._foreach_mul_(gradients, factor)
-    return norm
+    return norm, factor
 
 
 def norm_on_device(gradients: list[Tensor]) -> Tensor:
@@ -103,11 +101,7 @@ def norm_on_device(gradients: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(norms(gradients))
 
 
-def scale_on_device(gradients: list[Tensor], norm: Tensor, factor: Tensor, clip: float | None) -> Tensor:
-    """What `scale_now` does, without looking."""
+def clipped_on_device(norm: Tensor, factor: Tensor, clip: float | None) -> tuple[Tensor, Tensor]:
+    """What `clipped_now` does, without looking."""
     norm = norm * factor
-    if clip is not None:
-        factor = factor * torch.clamp(clip / (norm + 1e-6), max=1.0)
-    if gradients:
-        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype))
-    return norm
+    return norm, factor if clip is None else factor * torch.clamp(clip / (norm + 1e-6), max=1.0)

@@ -355,6 +355,7 @@ def restore_model(trainer: Trainer, checkpoint: Checkpoint) -> None:
     with torch.no_grad():
         for shard in weights(trainer):
             checkpoint.read(_region(trainer.here, "model/", shard, shard.parameter.detach()))
+        trainer.placed.spread()
         _restore_buffers(trainer, checkpoint, same_mesh(trainer.here, checkpoint))
     _restore_optimizer(trainer, checkpoint)
 

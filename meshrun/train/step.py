@@ -3,7 +3,7 @@
     the layout's part:   every micro-batch forward and backward, of total / samples; gradients over all ranks
     gradients *= samples / count                   so that they are those of the mean over the global batch
     gradients *= clip / norm where that is below 1
-    optimizer step
+    optimizer step                                 these three may be one pass over memory (`update`)
 
 The true divisor, `count`, may be known only after the last forward pass of the last rank (ragged tokens), so backward
 divides by the number of samples, which is known, and the difference is made up once at the end.
@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from meshrun.errors import UserError
 from meshrun.experiment import Loss
 from meshrun.mesh import Here
 from meshrun.parallel.placed import Asked, Outcome, Piece, Placed, nobody
-from meshrun.train.optim import norm_now, norm_on_device, scale_now, scale_on_device
+from meshrun.train.graphs import Graphed, Recorder
+from meshrun.train.optim import clipped_now, clipped_on_device, norm_now, norm_on_device
+from meshrun.train.update import Plain, Update, fastest, scale
 
 Inspect = Callable[[int, Placed], None]
 """Shown the gradients of a step, scaled and clipped, before the optimizer uses them."""
@@ -55,41 +58,88 @@ class Stepper:
     seed: int = 0
     steps_per_epoch: int = 1
     """What `augment` draws by, beside the samples."""
+    recorder: Recorder | None = None
+    """Where steps may be recorded and replayed; `graphs` None leaves it to how long they take."""
+    graphs: bool | None = None
+    note: Callable[[str], None] = lambda _: None
 
     def __call__(self, data: StepData) -> list[float] | Tensor:
         """Do one update; returns `Update.values`, on a GPU as a tensor."""
-        samples, outcome = len(data.ids), self.compute(data)
-        gradients = [each.parameter.grad for each in self.placed.shards if each.parameter.grad is not None]
-        sums, norm = outcome.sums, outcome.norm
-        if sums.is_cuda and not any(each.is_cpu for each in gradients[:1]):
+        if self.recorder is not None:
+            return self.apply(data.step, *self._replayed(data))
+        values, factor = self.weigh(self.compute(data), len(data.ids))
+        return self.apply(data.step, values, factor)
+
+    @cached_property
+    def graphed(self) -> Graphed:
+        assert self.recorder is not None
+        return Graphed(self._scaled, self.placed, self.here.device, self.recorder, self.graphs, self.note)
+
+    def _replayed(self, data: StepData) -> tuple[Tensor, float | Tensor]:
+        """What `weigh` returns, from a recording where there is one."""
+        values, factor = self.graphed(data.step, self.pieces(data), len(data.ids))
+        if asked := self.asked():  # no part of what was recorded
+            values = values.clone()
+            values[4] += asked
+        return values, factor
+
+    def _scaled(self, step: int, pieces: list[Piece], samples: int) -> tuple[Tensor, float | Tensor]:
+        """What is recorded: all of a step that its weights do not change by."""
+        outcome = self.placed.step(step, pieces, samples, self._loss, nobody)
+        values, factor = self.weigh(outcome, samples)
+        assert isinstance(values, Tensor)
+        if isinstance(self.update, Plain):
+            scale(self.update.gradients(), factor)
+            factor = 1.0
+        return values, factor
+
+    @cached_property
+    def update(self) -> Update:
+        """What changes the weights."""
+        # Who wants to see gradients before they are used wants them where they belong, and scaled.
+        choose = fastest if self.inspect is None else Plain.of
+        return choose(self.optimizer, self.placed)
+
+    def weigh(self, outcome: Outcome, samples: int) -> tuple[list[float] | Tensor, float | Tensor]:
+        """`Update.values`, and what the gradients are to be multiplied by; on a GPU as tensors that nobody looks at."""
+        sums, norm, gradients = outcome.sums, outcome.norm, self.update.gradients()
+        if self.recorder is not None or (sums.is_cuda and not any(each.is_cpu for each in gradients[:1])):
             norm = norm_on_device(gradients) if norm is None else norm
-            norm = scale_on_device(gradients, norm, samples / sums[1], self.clip)
-            values: list[float] | Tensor = torch.stack([sums[0], sums[1], norm.double(), outcome.own[0], sums[2]])
-        else:
-            total, count, asked = sums.tolist()
-            factor = samples / count if count else math.nan
-            whole = norm_now(gradients) if norm is None else norm.item()
-            values = [total, count, scale_now(gradients, whole, factor, self.clip), outcome.own[0].item(), asked]
+            norm, factor = clipped_on_device(norm, samples / sums[1], self.clip)
+            return torch.stack([sums[0], sums[1], norm.double(), outcome.own[0], sums[2]]), factor
+        total, count, asked = sums.tolist()
+        whole = norm_now(gradients) if norm is None else norm.item()
+        whole, multiplied = clipped_now(whole, samples / count if count else math.nan, self.clip)
+        return [total, count, whole, outcome.own[0].item(), asked], multiplied
+
+    def apply(self, step: int, values: list[float] | Tensor, factor: float | Tensor) -> list[float] | Tensor:
+        """Let what was computed and weighed change the weights, if it may, and forget it."""
         if self.inspect is not None:
-            self.inspect(data.step, self.placed)
+            scale(self.update.gradients(), factor)
+            self.inspect(step, self.placed)
+            factor = 1.0
         if isinstance(values, Tensor) and self.looks_first:
             values = values.tolist()
         # Where looking at numbers is free, an update that would spoil the weights is not applied.
         if isinstance(values, Tensor) or self.accept(values):
             with self.updating():
-                self.optimizer.step()
-        self.optimizer.zero_grad()
+                self.update(factor)
+        if self.recorder is None or not self.graphed.keeps_gradients:
+            self.update.forget()
         return values
 
     def compute(self, data: StepData) -> Outcome:
         """Forward, backward and reduction: the gradients of one update."""
-        here = self.here
-        pieces = [
-            self._augmented(data.step, Piece(*as_pair(to_device(batch, here.device)), ids, real))
+        pieces = self.pieces(data)
+        with self.here.waiting(f"the gradients of step {data.step + 1}"):
+            return self.placed.step(data.step, pieces, len(data.ids), self._loss, self.asked)
+
+    def pieces(self, data: StepData) -> list[Piece]:
+        """The micro-batches of a step, on the device."""
+        return [
+            self._augmented(data.step, Piece(*as_pair(to_device(batch, self.here.device)), ids, real))
             for batch, ids, real in zip(data.batches, data.pieces, data.real, strict=True)
         ]
-        with here.waiting(f"the gradients of step {data.step + 1}"):
-            return self.placed.step(data.step, pieces, len(data.ids), self._loss, self.asked)
 
     @torch.no_grad()
     def _augmented(self, step: int, piece: Piece) -> Piece:

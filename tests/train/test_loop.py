@@ -260,5 +260,6 @@ def test_bf16_computes_products_in_bfloat16_and_keeps_weights_in_fp32(precision:
     experiment = small(20, 6, model=Precise, precision=precision, evals={"val": points(4)})
     trainer = Trainer(experiment, alone)
     result = trainer.train()
-    assert trainer.model.seen == {dtype} and trainer.model.layer.weight.dtype == torch.float32
+    assert trainer.model.seen == {dtype} and trainer.model.layer.weight.dtype == dtype
+    assert {each.dtype for _, each in trainer.placed.weights()} == {torch.float32}, "what is kept"
     assert result["losses"] == pytest.approx(plainly(small(20, 6, model=Precise)).losses, rel=2e-2)

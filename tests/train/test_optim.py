@@ -12,7 +12,8 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 from meshrun import Here, Schedule, UserError
 from meshrun.train.loop import Trainer
-from meshrun.train.optim import make, norm_now, norm_on_device, scale_now, scale_on_device
+from meshrun.train.optim import clipped_now, clipped_on_device, make, norm_now, norm_on_device
+from meshrun.train.update import scale
 from tests.train.small import small
 
 
@@ -153,22 +154,25 @@ def parameters_of(*sizes: int) -> list[nn.Parameter]:
 
 
 def scaled_now(gradients: list[torch.Tensor], factor: float, clip: float | None) -> float:
-    return scale_now(gradients, norm_now(gradients), factor, clip)
+    norm, whole = clipped_now(norm_now(gradients), factor, clip)
+    scale(gradients, whole)
+    return norm
 
 
 def scaled_on_device(gradients: list[torch.Tensor], factor: float, clip: float | None) -> float:
-    whole = torch.tensor(factor, dtype=torch.float64)
-    return scale_on_device(gradients, norm_on_device(gradients), whole, clip).item()
+    norm, whole = clipped_on_device(norm_on_device(gradients), torch.tensor(factor, dtype=torch.float64), clip)
+    scale(gradients, whole)
+    return norm.item()
 
 
-@pytest.mark.parametrize("scale", [scaled_now, scaled_on_device])
+@pytest.mark.parametrize("scaled", [scaled_now, scaled_on_device])
 @pytest.mark.parametrize("clip", [None, 0.5, 1e9])
 @pytest.mark.parametrize("factor", [1.0, 0.25, 3.0])
 def test_gradients_are_scaled_then_clipped_as_torch_clips(
-    scale: Callable[[list[torch.Tensor], float, float | None], float], clip: float | None, factor: float
+    scaled: Callable[[list[torch.Tensor], float, float | None], float], clip: float | None, factor: float
 ):
     ours, theirs = parameters_of(3, 5), parameters_of(3, 5)
-    norm = scale([each.grad for each in ours], factor, clip)
+    norm = scaled([each.grad for each in ours], factor, clip)
     for each in theirs:
         each.grad *= factor
     wanted = nn.utils.clip_grad_norm_(theirs, math.inf if clip is None else clip)
@@ -178,12 +182,16 @@ def test_gradients_are_scaled_then_clipped_as_torch_clips(
 
 
 def test_a_rank_that_holds_no_gradient_scales_nothing_and_still_knows_the_norm():
-    assert scale_now([], 4.0, 0.5, clip=1.0) == 2.0
-    assert scale_on_device([], torch.tensor(4.0), torch.tensor(0.5), clip=1.0).item() == 2.0
+    assert clipped_now(4.0, 0.5, clip=1.0)[0] == 2.0
+    assert clipped_on_device(torch.tensor(4.0), torch.tensor(0.5), clip=1.0)[0].item() == 2.0
+    scale([], 0.5)
+    scale([], torch.tensor(0.5))
 
 
 def test_a_norm_of_the_whole_mesh_decides_the_clipping_and_not_this_ranks_part():
     (gradient,) = (each.grad for each in parameters_of(2))
     own = norm_now([gradient])
-    assert scale_now([gradient], 10.0, 1.0, clip=5.0) == 10.0
+    norm, factor = clipped_now(10.0, 1.0, clip=5.0)
+    scale([gradient], factor)
+    assert norm == 10.0
     assert norm_now([gradient]) == pytest.approx(own / 2, rel=1e-6)

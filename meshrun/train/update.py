@@ -1,0 +1,163 @@
+"""The change of the weights by a step's gradients, in the fastest way that this optimizer has here.
+
+    update = fastest(optimizer, placed)
+    norm = norm_now(update.gradients())
+    update(factor)                       # one step of the optimizer, with all gradients multiplied by `factor`
+
+Plainly: gradients of bf16 copies become fp32 ones of their masters, are scaled, the optimizer makes its step, and the
+masters are rounded into the copies: five passes over memory. On a GPU with Triton, Adam and AdamW do all of it in one,
+from the bf16 gradient. They then keep their state as torch's own fused form does, under the same names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Adam, AdamW, Optimizer
+
+from meshrun.kernels.adamw import adamw_many_
+from meshrun.kernels.here import available
+from meshrun.parallel.masters import spread
+from meshrun.parallel.placed import Placed, Shard
+
+
+class Update(Protocol):
+    """One step of an optimizer."""
+
+    def gradients(self) -> list[Tensor]:
+        """As the step will use them, each element of this rank's parts once."""
+
+    def __call__(self, factor: float | Tensor) -> None:
+        """Change the weights; `factor` is a number, or on a GPU a tensor that the host does not look at."""
+
+    def forget(self) -> None:
+        """Let go of all gradients."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Any optimizer's own step."""
+
+    optimizer: Optimizer
+    placed: Placed
+    copied: list[Shard]
+    """What has copies to be brought up to date."""
+
+    @classmethod
+    def of(cls, optimizer: Optimizer, placed: Placed) -> Plain:
+        return cls(optimizer, placed, [each for each in placed.shards if each.copy is not None])
+
+    def gradients(self) -> list[Tensor]:
+        self.placed.collect()
+        return [each.parameter.grad for each in self.placed.shards if each.parameter.grad is not None]
+
+    def __call__(self, factor: float | Tensor) -> None:
+        scale(self.gradients(), factor)
+        self.optimizer.step()
+        if self.copied:
+            spread(self.copied)
+
+    def forget(self) -> None:
+        self.placed.collect()
+        self.optimizer.zero_grad()
+
+
+def scale(gradients: list[Tensor], factor: float | Tensor) -> None:
+    """Multiply all, in one pass over them, and in none where nothing is to be changed."""
+    if gradients and (isinstance(factor, Tensor) or factor != 1.0):
+        torch._foreach_mul_(gradients, factor.to(gradients[0].dtype) if isinstance(factor, Tensor) else factor)
+
+
+@dataclass(frozen=True)
+class InOnePass:
+    """Adam or AdamW where matrices have copies."""
+
+    optimizer: Optimizer
+    placed: Placed
+    _counts: dict[nn.Parameter, tuple[Tensor, int]] = field(default_factory=dict)
+    """How many steps a parameter has seen, as a number beside the tensor in which the optimizer's state has it."""
+
+    def gradients(self) -> list[Tensor]:
+        return [each.gradient for each in self.placed.shards if each.gradient is not None]
+
+    @torch.no_grad()
+    def __call__(self, factor: float | Tensor) -> None:
+        copies = {each.parameter: (each.copy, each.gradient) for each in self.placed.shards}
+        for group in self.optimizer.param_groups:
+            used = [each for each in group["params"] if copies[each][1] is not None]
+            states = [self._state(each) for each in used]
+            self._count(used, states)
+            by_step: dict[int, list[int]] = {}
+            for place, each in enumerate(used):
+                by_step.setdefault(self._counts[each][1], []).append(place)
+            for step, places in by_step.items():
+                adamw_many_(
+                    [used[place] for place in places],
+                    [copies[used[place]][1] for place in places],  # type: ignore[misc]
+                    [states[place]["exp_avg"] for place in places],
+                    [states[place]["exp_avg_sq"] for place in places],
+                    [copies[used[place]][0] for place in places],
+                    factor=factor.float() if isinstance(factor, Tensor) else factor,
+                    lr=group["lr"],
+                    beta1=group["betas"][0],
+                    beta2=group["betas"][1],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    step=step,
+                    decoupled=_is_decoupled(self.optimizer, group),
+                )
+
+    def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """A parameter's state, made as torch's own fused form makes it."""
+        state = self.optimizer.state[parameter]
+        if not state:
+            state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    def _count(self, used: list[nn.Parameter], states: list[dict[str, Any]]) -> None:
+        """One step more, in the state and in the numbers; those of a state that was loaded are looked at once."""
+        steps: list[Tensor] = [state["step"] for state in states]
+        loaded = [
+            (each, step)
+            for each, step in zip(used, steps, strict=True)
+            if each not in self._counts or self._counts[each][0] is not step
+        ]
+        if loaded:
+            for (each, step), count in zip(loaded, torch.stack([step for _, step in loaded]).tolist(), strict=True):
+                self._counts[each] = step, round(count)
+        for each, step in zip(used, steps, strict=True):
+            self._counts[each] = step, self._counts[each][1] + 1
+        if steps:
+            torch._foreach_add_(steps, 1)
+
+    def forget(self) -> None:
+        for each in self.placed.shards:
+            each.parameter.grad = each.computed.grad = None
+
+
+def fastest(optimizer: Optimizer, placed: Placed) -> Update:
+    """How this optimizer's steps are made here."""
+    plain = Plain.of(optimizer, placed)
+    return InOnePass(optimizer, placed) if plain.copied and _is_known(optimizer, placed) else plain
+
+
+def _is_known(optimizer: Optimizer, placed: Placed) -> bool:
+    """Whether a step is Adam's or AdamW's and no more, on a GPU with Triton."""
+    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)
+    on_gpu = all(each.parameter.is_cuda and available(each.parameter.device) for each in placed.shards)
+    return type(optimizer) in (Adam, AdamW) and not hooked and on_gpu and all(map(_is_usual, optimizer.param_groups))
+
+
+def _is_usual(group: dict[str, Any]) -> bool:
+    odd = any(group.get(each) for each in ("amsgrad", "maximize", "differentiable", "capturable"))
+    numbers = (group["lr"], group["eps"], group["weight_decay"], *group["betas"])
+    return bool(group.get("fused")) and not odd and not any(isinstance(each, Tensor) for each in numbers)
+
+
+def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    return bool(group.get("decoupled_weight_decay", type(optimizer) is AdamW))
