@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Iterator
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from meshrun.data.effort import measured
@@ -166,10 +168,33 @@ def _evaluated(pieces: list[Wanted], reads: Generator[Read, None, None]) -> Gene
 def _read(dataset: MapDataset, pieces: Iterator[Wanted], reading: Reading) -> Generator[Read, None, None]:
     """The batches of these samples, by other processes where there are any."""
     samples = Samples(dataset, reading.collate, reading.skip_bad)
-    if reading.workers:
-        return by_readers(samples, pieces, reading.workers, reading.prefetch, reading.pin, reading.seed)
     found = (measured(samples, piece) for piece in pieces)
-    return (read.pin_memory() for read in found) if reading.pin else found
+    here = (read.pin_memory() for read in found) if reading.pin else found
+    if not reading.workers or (reading.pin and _is_decoded(dataset)):
+        return here
+    by_others = partial(by_readers, count=reading.workers, ahead=reading.prefetch, pin=reading.pin, seed=reading.seed)
+    if not reading.pin:
+        return by_others(samples, pieces)
+    # Beside a GPU a thread reads: what has come to be in memory, it copies sooner than others send it.
+    return _one_after_the_other(by_others(samples, _until_decoded(dataset, pieces)), here)
+
+
+def _is_decoded(dataset: MapDataset) -> bool:
+    return bool(getattr(dataset, "decoded", False))
+
+
+def _until_decoded(dataset: MapDataset, pieces: Iterator[Wanted]) -> Iterator[Wanted]:
+    """What is left to processes that decode; the rest stays in `pieces`."""
+    while not _is_decoded(dataset) and (piece := next(pieces, None)) is not None:
+        yield piece
+
+
+def _one_after_the_other(
+    first: Generator[Read, None, None], second: Generator[Read, None, None]
+) -> Generator[Read, None, None]:
+    with closing(first):
+        yield from first
+    yield from second
 
 
 def readers_of_a_rank(cores: int, threads: int, on_gpu: bool, light: bool) -> int:

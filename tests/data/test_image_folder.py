@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import errno
 import io
+import multiprocessing
 import os
 import pickle
 from collections.abc import Callable
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,10 @@ from PIL import Image
 
 from meshrun import Experiment, ImageFolder
 from meshrun.data import cache
+from meshrun.data.loader import Loader, Reading
+from meshrun.data.order import Order
+from meshrun.data.samples import Read
+from meshrun.data.sending import unpacked
 from meshrun.data.sources import pictures
 from meshrun.errors import BadSample, RunFailed, UserError
 from tests.data.forked import forked
@@ -291,6 +298,24 @@ def test_decoded_images_are_kept_for_all_readers(tmp_path: Path, monkeypatch: py
     assert torch.equal(data.batch_of(list(range(16)))[0], fresh)
     copy = pickle.loads(pickle.dumps(data))
     assert len(pickle.dumps(data)) < 4000 and torch.equal(copy.batch_of([3, 1])[0], fresh[[3, 1]])
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
+def test_beside_a_gpu_readers_end_when_all_is_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Read, "pin_memory", lambda read: replace(read, batch=unpacked(read.batch)))
+    names = [f"{name}/{number}.png" for name in "ab" for number in range(6)]
+    data = ImageFolder(written(tmp_path, *names), 8)
+    order = Order(12, 3, seed=1)
+    loader = Loader(data, order, 0, 1, Reading(workers=2, pin=True))
+    expected, readers = ImageFolder(tmp_path, 8, keep=False), []
+    with closing(loader.steps(0, 12)) as steps:
+        for step in steps:
+            images, labels = step.batches[0]
+            assert step.pieces == [order.batch_ids(step.step).tolist()]
+            assert torch.equal(images, expected.batch_of(step.pieces[0])[0])
+            assert torch.equal(labels, expected.batch_of(step.pieces[0])[1])
+            readers.append(len(multiprocessing.active_children()))
+    assert readers[0] == 2 and readers[-1] == 0 and data.decoded
 
 
 def test_a_large_set_is_not_kept_unless_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

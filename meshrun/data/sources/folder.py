@@ -83,6 +83,11 @@ class ImageFolder(Source):
     def __len__(self) -> int:
         return len(self.files)
 
+    @property
+    def decoded(self) -> bool:
+        """Whether all images are in memory by now, and are few: reading them costs next to nothing."""
+        return self._kept.all_there
+
     def batch_of(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """The images of these numbers, (N, 3, size, size), and their classes."""
         numbers = inside(ids, len(self))

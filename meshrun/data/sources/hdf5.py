@@ -98,6 +98,11 @@ class Hdf5(Source):
     def __len__(self) -> int:
         return self._rows.count if self._offsets is None else len(self._offsets) - 1
 
+    @property
+    def decoded(self) -> bool:
+        """Whether all images are in memory by now, and are few: reading them costs next to nothing."""
+        return self._offsets is not None and self._kept.all_there
+
     def batch_of(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """The inputs and the targets of these numbers."""
         numbers = inside(ids, len(self))

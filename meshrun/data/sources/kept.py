@@ -15,6 +15,8 @@ from torch import Tensor
 
 from meshrun.data.cache import fence, free_memory, shared
 
+HANDY = 256 << 20
+"""Bytes of a set that is as quickly copied from memory as it is sent by another process, batch by batch."""
 SMALL = 1 << 30
 """Most bytes that are kept without being asked to."""
 
@@ -27,12 +29,24 @@ def is_small(size: int) -> bool:
 class Kept:
     """Squares of three colours by number; a flag each says that it is there."""
 
+    _pixels: NDArray[np.uint8]
+    _there: NDArray[np.uint8]
+    _all_there: bool
+
     def __init__(self, key: str, count: int, size: int, keep: bool | None) -> None:
         self.key, self.count, self.size = key, count, size
         self.on = is_small(count * 3 * size * size) if keep is None else keep
         self._map()
 
+    @property
+    def all_there(self) -> bool:
+        """Whether nothing is left to decode, of a set that is handy."""
+        if not self._all_there and self.on and self._pixels.nbytes <= HANDY:
+            self._all_there = bool(self._there.all())
+        return self._all_there
+
     def _map(self) -> None:
+        self._all_there = False
         if self.on:
             pixels = self.count * 3 * self.size * self.size
             self._memory = shared(f"kept {self.key} {self.count} {self.size}", pixels + self.count)
