@@ -29,15 +29,14 @@ def test_gradients_of_weights_that_are_put_off_survive_the_sharding_of_parameter
         empty = {each.name for each in placed.shards if each.parameter.numel() == 0}
         lost.update({each.name for each in placed.shards} - found - empty)
 
-    list(Trainer(program("small_llama", 2), here, inspect=look).steps())
+    found = trained(program("small_llama"), inspect=look)
     somewhere = [set(each) for each in here.gathered(sorted(lost))]
     assert not set.intersection(*somewhere), "a gradient that is 0 on all ranks is lost"
-    assert_same(trained(program("small_llama")), wanted)
+    assert_same(found, wanted)
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("variant", ["zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize(("variant", "micro"), [("zero1", 1), ("zero2", 2), ("zero3", 1)])
 def test_whole_parameters_that_are_kept_over_micro_batches_are_not_used_after_the_update(
     variant: str, micro: int, wanted: Result
 ):

@@ -21,7 +21,7 @@ from meshrun.train.loop import Trainer
 from tests.programs import bert, encoder, gpt2, hf_llama, small_llama, t5
 from tests.train.small import start_on_cpu
 
-STEPS = 5
+STEPS = 3
 TOLERANCE = 1e-5
 PROGRAMS = {
     "small_llama": small_llama.experiment,
@@ -44,9 +44,9 @@ class Result:
     weights: dict[str, Tensor]
 
 
-def trained(experiment: Experiment, how: How | None = None) -> Result:
-    """On the layout that was asked for; the weights are on rank 0."""
-    trainer = Trainer(experiment, mesh.start(), how=how)
+def trained(experiment: Experiment, how: How | None = None, **options: Any) -> Result:
+    """On the layout that was asked for, with options of the trainer; the weights are on rank 0."""
+    trainer = Trainer(experiment, mesh.start(), how=how, **options)
     result = trainer.train()
     weights = {name: each.clone() for name, each in trainer.placed.weights()}
     return Result(result["losses"], result["grad_norms"], result["eval"]["val"], weights)
