@@ -3,6 +3,7 @@
     draws = SampleDraws(seed=0, epoch=3, ids=[17, 4], device=torch.device("cuda"))
     draws.uniform(2)         # (2, 2) numbers from 0 up to 1, on the device
     draws.uniform(2)         # others
+    draws.on_host(2)         # again others, where a GPU would only be kept busy with arithmetic on a few numbers
 
 They are computed on the host, bit for bit the same everywhere: a few numbers a sample are soon sent.
 """
@@ -34,6 +35,10 @@ class SampleDraws:
 
     def uniform(self, count: int = 1) -> Tensor:
         """(samples, count) numbers from 0 up to 1, on the device of the batch."""
+        return self.on_host(count).to(self.device, non_blocking=True)
+
+    def on_host(self, count: int = 1) -> Tensor:
+        """The same, where they are computed."""
         words = [self.seed & 0xFFFFFFFF, self.epoch, self.seed >> 32 & 0xFFFFFFFF, _OF_SAMPLES, self.calls]
         self.calls += 1
         keys = np.random.SeedSequence(words).generate_state(count, np.uint64)
@@ -42,4 +47,4 @@ class SampleDraws:
         bits = mix(mix(samples * np.uint64(0x9E3779B97F4A7C15))[:, None] ^ keys[None, :])
         # As many bits as a float holds exactly: no number is rounded up to 1.
         numbers = (bits >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
-        return torch.from_numpy(numbers).to(self.device, non_blocking=True)
+        return torch.from_numpy(numbers)

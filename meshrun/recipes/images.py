@@ -155,11 +155,7 @@ class ResNet(nn.Module):
         return [block for stage in range(1, 5) for block in getattr(self, f"layer{stage}")]
 
     def forward(self, images: Tensor) -> Tensor:
-        x = fitted(images, self.shape.size) / 255
-        x = (x - x.new_tensor([0.485, 0.456, 0.406])[:, None, None]) / x.new_tensor([0.229, 0.224, 0.225])[
-            :, None, None
-        ]
-        x = self.pool(self.activation(self.bn1(self.conv1(x))))
+        x = self.pool(self.activation(self.bn1(self.conv1(normalised(fitted(images, self.shape.size))))))
         for block in self.blocks:
             x = block(x)
         return self.fc(x.mean((2, 3)))
@@ -171,6 +167,14 @@ def fitted(images: Tensor, size: int) -> Tensor:
         return F.interpolate(images.float(), (size, size), mode="bilinear")
     top, left = ((each - size) // 2 for each in images.shape[-2:])
     return images[..., top : top + size, left : left + size].float()
+
+
+def normalised(pixels: Tensor) -> Tensor:
+    """Of 0 to 255, to what each colour of photographs has for a mean and a deviation."""
+    x = pixels / 255
+    for colour, (mean, deviation) in enumerate(((0.485, 0.229), (0.456, 0.224), (0.406, 0.225))):
+        x[:, colour].sub_(mean).div_(deviation)  # a tensor of these numbers would be sent to the device in every step
+    return x
 
 
 def segments(net: Any) -> Sequence[nn.Module]:
