@@ -22,6 +22,9 @@ from meshrun.mesh import Here
 from meshrun.parallel.placed import Piece, Placed, Score
 from meshrun.train.step import as_pair, check_loss
 
+FULL = 64
+"""Samples that keep a GPU busy."""
+
 Scores = dict[str, dict[str, float]]
 Bad = Callable[[str, tuple[tuple[int, str], ...]], None]
 """Told of samples of an evaluation set that cannot be read, and why."""
@@ -34,25 +37,38 @@ def evaluate(
     reading: Reading,
     at: Callable[[], None] = lambda: None,
     bad: Bad = lambda *_: None,
+    fitting: int = 0,
 ) -> Scores:
-    """Loss and metrics of every evaluation set, the same on all ranks; `at` is called for every batch."""
+    """Loss and metrics of every evaluation set, the same on all ranks; `at` is called for every batch.
+
+    So many samples as are `fitting` may be computed at a time, where a training step has fewer.
+    """
     at()
     placed.agree_on_buffers()
     was_training = placed.model.training
     placed.train(False)
     try:
-        return {name: _evaluate_one(here, placed, experiment, reading, name, at, bad) for name in experiment.evals}
+        return {
+            name: _evaluate_one(here, placed, experiment, reading, name, at, bad, fitting) for name in experiment.evals
+        }
     finally:
         placed.train(was_training)
 
 
 def _evaluate_one(
-    here: Here, placed: Placed, experiment: Experiment, reading: Reading, name: str, at: Callable[[], None], bad: Bad
+    here: Here,
+    placed: Placed,
+    experiment: Experiment,
+    reading: Reading,
+    name: str,
+    at: Callable[[], None],
+    bad: Bad,
+    fitting: int,
 ) -> dict[str, float]:
     named = {"loss": experiment.loss, **experiment.metrics}
     functions = {name: _checked(name, function) for name, function in named.items()}
     with here.waiting(f"the outputs for the evaluation set {name!r}"):  # shards and stages need each other for them
-        sums = _own_sums(here, placed, experiment, reading, name, functions, at, bad)
+        sums = _own_sums(here, placed, experiment, reading, name, functions, at, bad, fitting)
     with here.waiting(f"the sums of the evaluation set {name!r}"):
         reduction = here.sum(sums)
         if reduction is not None:
@@ -76,10 +92,13 @@ def _own_sums(
     functions: dict[str, Score],
     at: Callable[[], None],
     bad: Bad,
+    fitting: int,
 ) -> torch.Tensor:
     """This rank's share: a row of (total, count) for the loss and each metric, and how many samples were skipped."""
     # Without gradients to keep, twice the samples of a training step fit.
-    size = 2 * (experiment.micro or max(1, experiment.batch // (here.replicas * placed.cutting.pieces)))
+    size = 2 * at_once(here, placed, experiment)
+    if not placed.cutting.in_step:
+        size = wider(size, -(-len(experiment.evals[name]) // here.replicas), fitting)
     read = evaluation_batches(experiment.evals[name], here.replica, here.replicas, size, reading)
     skipped = 0
 
@@ -100,6 +119,29 @@ def _own_sums(
     # Ranks that share the samples of a replica have skipped the same ones.
     first = not any(here.place(axis) for axis in ("pp", "cp", "tp"))
     return torch.cat([sums, sums.new_tensor([[skipped if first else 0, 0]])])
+
+
+def at_once(here: Here, placed: Placed, experiment: Experiment) -> int:
+    """Samples that a rank trains on at a time."""
+    return experiment.micro or max(1, experiment.batch // (here.replicas * placed.cutting.pieces))
+
+
+def wider(size: int, share: int, fitting: int) -> int:
+    """How many samples of `share` are computed at a time: `size`, or more where that is few and more are `fitting`.
+
+    Then all batches are of one size, as far as that goes: for each other one, a GPU's kernels are chosen anew.
+    """
+    most = min(FULL, fitting)
+    return max(size, -(-share // -(-share // most))) if size < most and share else size
+
+
+def fitting_on(device: torch.device, samples: int) -> int:
+    """How many samples fit into half of the memory that a GPU has left, by what training on so many took; else 0."""
+    if device.type != "cuda":
+        return 0  # where a small batch wastes little
+    used, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
+    return int(free / 2 / (peak - used) * samples) if peak > used else 0
 
 
 def _checked(name: str, function: Score) -> Score:

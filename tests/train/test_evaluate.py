@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from meshrun import Loss, UserError, accuracy, cross_entropy, token_cross_entropy
+from meshrun.train.evaluate import wider
 from meshrun.train.loop import Trainer
 from tests.train.small import on_ranks, points, small, start_on_cpu
 
@@ -22,6 +23,13 @@ def confident(outputs: Tensor, targets: Tensor) -> Loss:
     """How often the model is right among those samples where it is sure: a count of its own."""
     sure = outputs.softmax(-1).amax(-1) > 0.5
     return Loss((outputs.argmax(-1) == targets)[sure].sum(), sure.sum())
+
+
+def test_small_batches_are_made_wider_where_there_is_room():
+    assert wider(2, 153, fitting=1000) == 51, "three batches of one size"
+    assert wider(2, 153, fitting=20) == 20 and wider(2, 30, fitting=1000) == 30
+    assert wider(2, 153, fitting=0) == 2 and wider(64, 153, fitting=1000) == 64 and wider(2, 0, fitting=1000) == 2
+    assert [wider(2, share, 64) for share in (64, 65, 1)] == [64, 33, 2]
 
 
 @on_ranks(1, 2, 3, 4)
