@@ -16,6 +16,7 @@ On a mesh of two axes (dp, fsdp), parts are kept along the second and copies alo
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Sequence
 from typing import cast
@@ -53,6 +54,9 @@ def apply(
             # The gradient of a table does not need its values.
             cast(FSDPModule, unit[0]).set_unshard_in_backward(False)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=kept)
+    for unit, after in itertools.pairwise(units):
+        # Asked for before this one computes. In the backward pass torch does so by itself.
+        cast(FSDPModule, unit[0]).set_modules_to_forward_prefetch([cast(FSDPModule, after[0])])
 
 
 def _units(segments: Sequence[nn.Module]) -> list[list[nn.Module]]:
