@@ -66,7 +66,7 @@ def until(cluster: Cluster, job: Job | int, *states: str, seconds: float = 60.0)
     give_up = time.monotonic() + seconds
     while (now := state(cluster, job)) not in states:
         assert time.monotonic() < give_up, f"job {job} is {now} and not {' or '.join(states)} after {seconds:g} s"
-        time.sleep(0.1)
+        time.sleep(0.25)  # each question is three processes
     return now
 
 

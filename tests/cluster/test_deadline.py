@@ -18,7 +18,7 @@ import pytest
 
 from meshrun.check.cluster import Cluster
 from meshrun.config import RunDirectory
-from tests.cluster.jobs import OVER, PYTHON, Job, meshrun, sbatch, state
+from tests.cluster.jobs import OVER, PYTHON, Job, meshrun, sbatch, until
 from tests.launch.command import events, wait_until
 from tests.launch.command import meshrun as here
 from tests.train.test_ending import SLOW
@@ -35,10 +35,7 @@ trap touch_stop USR2
 wait $! || wait $!
 """
 """A script of one's own: its shell gets the signal, and passes it on through the file."""
-LAUNCHERS = {
-    "torchrun": f"srun -n1 -c2 {PYTHON} -m torch.distributed.run --standalone --nproc-per-node=2 -m meshrun",
-    "mpirun": f"mpirun.openmpi --allow-run-as-root -n 2 {PYTHON} -m meshrun",
-}
+LAUNCHERS = {"mpirun": f"mpirun.openmpi --allow-run-as-root -n 2 {PYTHON} -m meshrun"}
 
 
 @dataclass
@@ -111,7 +108,8 @@ def courses(kept_cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> 
     for name in made.keys() & LAUNCHERS.keys():
         made[name].start(rank=1)
         cluster.run("ctl", ["scancel", "--signal=USR2", "--batch", made[name].job.id], check=True)
-    wait_until(lambda: all(state(cluster, each.job) in OVER for each in made.values()), PATIENCE)
+    for each in made.values():
+        until(cluster, each.job, *OVER, seconds=PATIENCE)
     yield Courses(reference.document["losses"], made)
 
 

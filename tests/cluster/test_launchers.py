@@ -1,7 +1,7 @@
 """The same program under srun, torchrun, mpirun and mpiexec on two real nodes of Slurm: one job, the same losses.
 
 Who a process is and how it meets the others is tried under every launcher, from a shell and inside of sbatch; a whole
-training, which has to import torch in every process, once a launcher.
+training, which has to import torch in every process, once a launcher and with few of them.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ PROGRAMS = Path(__file__).parent / "programs"
 TWO_BY_TWO = ("-N2", "-n4", "--ntasks-per-node=2")
 SRUN = ("srun", *TWO_BY_TWO)
 ONE_A_NODE = ("srun", "-N2", "-n2", "--ntasks-per-node=1")
+OPENMPI_ONE_A_NODE = ("mpirun.openmpi", "--allow-run-as-root", "-n", "2", "--map-by", "ppr:1:node")
+HYDRA_ONE_A_NODE = ("mpiexec.hydra", "-n", "2", "-ppn", "1")
 OPENMPI = ("mpirun.openmpi", "--allow-run-as-root", "-n", "4")
 HYDRA = ("mpiexec.hydra", "-n", "4")
 TORCHRUN = (
     *ONE_A_NODE,
-    *(PYTHON, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=2"),
+    *(PYTHON, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
     *("--rdzv-backend=c10d", "--rdzv-endpoint=n1:29400", "--rdzv-id=together"),
 )
 PLACES = [
@@ -110,33 +112,33 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> Ended:
 
 
 @pytest.mark.parametrize(
-    ("launcher", "words", "begin", "options"),
+    ("launcher", "words", "begin", "options", "world"),
     [
-        pytest.param(SRUN, (), from_a_shell, ("--gpus-per-task=1",), id="srun-one-gpu-visible"),
-        pytest.param(ONE_A_NODE, ("--procs", "2"), in_sbatch, ("--gres=gpu:2",), id="agents-in-sbatch"),
-        pytest.param(TORCHRUN, (), in_sbatch, ("--gres=gpu:2",), id="torchrun-in-sbatch"),
-        pytest.param(OPENMPI, (), in_sbatch, (), id="mpirun-in-sbatch"),
-        pytest.param(HYDRA, (), from_a_shell, (), id="mpiexec"),
+        pytest.param(ONE_A_NODE, (), from_a_shell, ("--gpus-per-task=1",), 2, id="srun-one-gpu-visible"),
+        pytest.param(ONE_A_NODE, ("--procs", "2"), in_sbatch, ("--gres=gpu:2",), 4, id="agents-in-sbatch"),
+        pytest.param(TORCHRUN, (), in_sbatch, ("--gres=gpu:2",), 2, id="torchrun-in-sbatch"),
+        pytest.param(OPENMPI_ONE_A_NODE, (), in_sbatch, (), 2, id="mpirun-in-sbatch"),
+        pytest.param(HYDRA_ONE_A_NODE, (), from_a_shell, (), 2, id="mpiexec"),
     ],
 )
-def test_four_ranks_on_two_nodes_train_to_the_losses_of_one_process(
+def test_ranks_on_two_nodes_train_to_the_losses_of_one_process(
     cluster: Cluster, tmp_path: Path, launcher: tuple[str, ...], words: tuple[str, ...], begin: Any,
-    options: tuple[str, ...], of_one_process: Ended,
+    options: tuple[str, ...], world: int, of_one_process: Ended,
 ):  # fmt: skip
     skip_if_missing(launcher)
     python = () if launcher is TORCHRUN else (PYTHON,)
     command = (*launcher, *python, "-m", "meshrun", *map(str, TRAINING), *words)
     found, expected = json.loads(begin(cluster, command, tmp_path, *options)), of_one_process.document
-    assert (found["world"], found["layout"], found["steps"]) == (4, "dp=4", 20)
+    assert (found["world"], found["layout"], found["steps"]) == (world, f"dp={world}", 20)
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6)
     assert found["sample_ids_sha256"] == expected["sample_ids_sha256"]
     for name, scores in expected["eval"].items():
         assert found["eval"][name]["count"] == scores["count"]
         assert found["eval"][name]["loss"] == pytest.approx(scores["loss"], rel=1e-5)
     runs = [run for run in (tmp_path / "runs").iterdir() if not run.name.startswith(".")]
-    assert [run.name for run in runs] == ["digits-1"], "four processes, one run"
-    starts = [events(runs[0], rank, "start")[0] for rank in range(4)]
-    assert [each["host"] for each in starts] == ["n1", "n1", "n2", "n2"]
+    assert [run.name for run in runs] == ["digits-1"], "several processes, one run"
+    starts = [events(runs[0], rank, "start")[0] for rank in range(world)]
+    assert [each["host"] for each in starts] == [host for host in ("n1", "n2") for _ in range(world // 2)]
 
 
 TASK = """
@@ -147,9 +149,9 @@ exit $(cat $name.done)
 """
 
 
-def test_twenty_jobs_that_start_at_once_on_one_node_each_find_their_own(cluster: Cluster, tmp_path: Path):
+def test_ten_jobs_that_start_at_once_on_one_node_each_find_their_own(cluster: Cluster, tmp_path: Path):
     """Each job is two Slurm tasks; once all are there, ranks are forked in their environments from one warm process."""
-    jobs, ranks = 20, 40
+    jobs, ranks = 10, 20
     warm = cluster.start("n1", [sys.executable, PROGRAMS / "warm.py", tmp_path, ranks])
     while not (tmp_path / "warm").exists():
         assert warm.poll() is None, warm.stderr.read()
