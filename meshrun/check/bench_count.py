@@ -183,11 +183,11 @@ class _StandIn(torch.autograd.Function):
     """Attention's shapes, forward and backward."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         ctx.save_for_backward(query, key, value)
         return query.new_empty((*query.shape[:-1], value.shape[-1]))
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Any:
         del gradient
         return tuple(torch.empty_like(each) for each in ctx.saved_tensors)

@@ -67,44 +67,55 @@ def shares_of(counts: Counts, device: Device, step_s: float, precision: str, dat
 
 def sentence(shares: Shares) -> str:
     """What bounds the step, and what else there is in it."""
-    computing = shares.products + shares.attention
-    memory = min(shares.traffic, 1.0) + shares.optimizer
-    rest = (
-        f"attention {_percent(shares.attention)}, memory traffic of other operations at most "
-        f"{_percent(min(shares.traffic, 1.0))} and of the optimizer {_percent(shares.optimizer)}, "
-        f"waiting for data {_percent(shares.data)}"
-    )
-    at_peak = f"at the pace of a large one they take {shares.products:.2f} of the step"
-    if shares.data > max(0.3, computing):
-        return (
-            f"bound by data: the step waits for it {_percent(shares.data)} of its time; more readers help (--workers)"
-        )
-    if computing >= 0.4 or computing >= max(memory, min(shares.host, 1.0)):
-        return f"bound by matrix products: {at_peak}; {rest}"
-    if shares.host >= 0.7 and computing + shares.optimizer < 0.4:
-        return (
-            f"bound by the host, which needs up to {_percent(min(shares.host, 1.0))} of the step to start operations one "
-            f"by one, while matrix products take {shares.products:.2f} of it; --compile, --graphs or a larger --batch help"
-        )
-    if memory >= 0.4:
-        return f"bound by memory traffic: matrix products take {shares.products:.2f} of the step; {rest}"
-    return f"bound by none of what is counted: matrix products take {shares.products:.2f} of the step; {rest}"
+    computing, memory = shares.products + shares.attention, shares.traffic + shares.optimizer
+    taking = f"take {shares.products:.2f} of the step at the pace of a large one"
+    rest = ", ".join([f"matrix products {taking}", *_others(shares)])
+    if shares.data >= 0.3 and shares.data > computing:
+        return f"bound by data, which the step waits for {_percent(shares.data)} of its time (--workers): {rest}"
+    if computing >= 0.4 or (computing >= 0.2 and computing >= memory):
+        return f"bound by matrix products: {', '.join([f'they {taking}', *_others(shares)])}"
+    if memory >= 0.4 and memory >= shares.host:
+        return f"bound by memory traffic: {rest}"
+    if shares.host >= 0.5:
+        host = f"up to {_percent(min(shares.host, 1.0))} of the step"
+        return f"bound by the host, which takes {host} to start operations (--compile, --graphs, --batch): {rest}"
+    return f"bound by nothing that is counted here: {rest}"
+
+
+def _others(shares: Shares) -> list[str]:
+    """What beside matrix products is worth a word."""
+    parts = {
+        "attention": (shares.attention, ""),
+        "memory traffic of other operations": (min(shares.traffic, 1.0), "at most "),
+        "that of the optimizer": (shares.optimizer, ""),
+        "waiting for data": (shares.data, ""),
+    }
+    return [f"{name} {most}{_percent(share)}" for name, (share, most) in parts.items() if share >= 0.005]
 
 
 def _percent(share: float) -> str:
-    return f"{share:.0%}".replace("%", " %")
+    return f"{100 * share:.0f} %"
 
 
 def facts(counts: Counts, device: Device) -> list[str]:
     """The numbers that the shares are made of, a line each."""
-    eight = f", {device.float8 / 1e12:,.1f} in 8 bits" if device.float8 else ""
+    eight = f", {_si(device.float8)}FLOP/s in 8 bits" if device.float8 else ""
     return [
-        f"{device.name}: {device.products / 1e12:,.2f} TFLOP/s in large matrix products{eight}, "
-        f"{device.bandwidth / 1e9:,.0f} GB/s of memory, {device.call_s * 1e6:.1f} µs to start an operation",
-        f"a step: {counts.products / 1e12:,.3f} TFLOP in matrix products, {counts.attention / 1e12:,.3f} in attention; "
-        f"{counts.traffic / 1e9:,.2f} GB through other operations (before fusing), "
-        f"{counts.optimizer / 1e9:,.2f} GB through the update; {counts.calls:,} operations",
+        f"{device.name}: {_si(device.products)}FLOP/s in large matrix products{eight}, "
+        f"{_si(device.bandwidth)}B/s of memory, {device.call_s * 1e6:.1f} µs to start an operation",
+        f"a step: {_si(counts.products)}FLOP in matrix products, {_si(counts.attention)}FLOP in attention; "
+        f"{_si(counts.traffic)}B through other operations (before any are fused), "
+        f"{_si(counts.optimizer)}B through the update; {counts.calls:,} operations",
     ]
+
+
+def _si(number: float) -> str:
+    """With three digits, and the letter of its size: 788 T."""
+    for letter in ("", "k", "M", "G", "T"):
+        if abs(number) < 999.5:
+            return f"{number:.3g} {letter}"
+        number /= 1000
+    return f"{number:.3g} P"
 
 
 def measured(device: torch.device, precision: str) -> Device:

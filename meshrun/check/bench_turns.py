@@ -147,8 +147,9 @@ def take_turns(
             side.prepare()
         total = sides[0].ask(_memory, device) if device.type == "cuda" and sides else 0
         for side in sides:
-            say(f"{side.entry.name}: built")
             _with_room(side, sides, total, lambda side: side.build(warm_up))
+            how = f"first step after {side.taken.built.first_step_s:.1f} s" if side.taken.built else side.taken.error
+            say(f"{side.entry.name}: {how}")
         for number in range(rounds):
             say(f"round {number + 1} of {rounds}")
             for side in random.Random(number).sample(sides, len(sides)):

@@ -56,6 +56,12 @@ def verify(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
 
 
 @app.command()
+def bench(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
+    """Measure a training: beside other tools, against what the device can do, as one rank of many."""
+    del target  # as `run`
+
+
+@app.command()
 def chaos(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
     """Strike faults into runs, and prove that each ends as the run without them."""
     del target  # as `run`
@@ -179,6 +185,10 @@ def _dispatch(words: list[str]) -> int:
             return _submit(rest)
         case ["stage", *rest]:
             return _stage(rest)
+        case ["bench", *rest]:
+            from meshrun.cli.bench import bench_command
+
+            return bench_command(rest)
         case ["use", *rest]:
             from meshrun.cli.use import use_command
 
