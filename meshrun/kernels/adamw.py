@@ -45,16 +45,7 @@ def adamw_(
     if runs_in_one_kernel(parameter, gradient, exp_avg, exp_avg_sq, copy):
         from meshrun.kernels import _adamw_triton
 
-        numbers = {
-            "beta1": beta1,
-            "rest1": 1 - beta1,
-            "beta2": beta2,
-            "rest2": 1 - beta2,
-            "eps": eps,
-            "decay": lr * weight_decay if decoupled else weight_decay,
-            "step_size": lr / (1 - beta1**step),
-            "root2": math.sqrt(1 - beta2**step),
-        }
+        numbers = numbers_of(lr, beta1, beta2, eps, weight_decay, step, decoupled)
         factor = factor if isinstance(factor, Tensor) else float(factor)
         _adamw_triton.launch(parameter, gradient, exp_avg, exp_avg_sq, copy, factor, numbers, decoupled)
         return
@@ -133,6 +124,22 @@ def adamw_many_(
     copied = [(copy, parameter) for parameter, *_, copy in rest if copy is not None]
     if copied:
         torch._foreach_copy_([copy for copy, _ in copied], [parameter for _, parameter in copied])
+
+
+def numbers_of(
+    lr: float, beta1: float, beta2: float, eps: float, weight_decay: float, step: int, decoupled: bool
+) -> dict[str, float]:
+    """What a kernel multiplies and divides by, from the host's doubles."""
+    return {
+        "beta1": beta1,
+        "rest1": 1 - beta1,
+        "beta2": beta2,
+        "rest2": 1 - beta2,
+        "eps": eps,
+        "decay": lr * weight_decay if decoupled else weight_decay,
+        "step_size": lr / (1 - beta1**step),
+        "root2": math.sqrt(1 - beta2**step),
+    }
 
 
 def runs_in_one_kernel(parameter: Tensor, gradient: Tensor, *others: Tensor | None) -> bool:

@@ -48,6 +48,7 @@ from meshrun.train.keeper import Keeper
 from meshrun.train.optim import make, refuse_unless_by_element, set_learning_rate
 from meshrun.train.recovery import Keeping
 from meshrun.train.state import plain
+from meshrun.train.states import in_eight_bits
 from meshrun.train.step import Inspect, Stepper
 from meshrun.train.totals import Totals, Update
 from meshrun.world.cores import granted, quota
@@ -132,6 +133,8 @@ class Trainer:
         self._bad = BadSamples(bad, self.here.rank)
         self.model = self.placed.model
         self.optimizer = make(experiment.optimizer, [each.parameter for each in self.placed.shards], lr_scale)
+        if how.states == "8bit":
+            in_eight_bits(self.optimizer)
         self.step = 0
         """The cursor: how many updates were done. It is all the state that the data has."""
         self.totals = Totals()

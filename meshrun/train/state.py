@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from meshrun.errors import SharedError, UserError
+from meshrun.kernels.eightbit import Eight
 from meshrun.mesh import Here
 from meshrun.parallel.placed import Shard
 from meshrun.state.checkpoint import BadCheckpoint, Checkpoint, Region
@@ -146,6 +147,8 @@ def _alone(name: str, tensor: Tensor) -> Region:
 def _of_optimizer(trainer: Trainer, shard: Shard, key: str, value: Any, writer: Writer) -> Iterator[Region]:
     if value is None:
         return
+    if isinstance(value, Eight):  # on the host: all of them in fp32 may be more than a GPU has left
+        value = value.read(shard.parameter).cpu()
     if isinstance(value, Tensor) and value.shape == shard.parameter.shape:
         yield _region(trainer.here, "optimizer/", shard, value.detach(), f"/{key}")
         return
@@ -215,7 +218,7 @@ def _kept_keys(trainer: Trainer) -> dict[str, list[str]]:
 
 
 def _key(key: str, value: Any) -> str:
-    return key if isinstance(value, Tensor) else f"{key}#{type(value).__name__}"
+    return key if isinstance(value, Tensor | Eight) else f"{key}#{type(value).__name__}"
 
 
 _SUMS = ("samples", "timed_samples", "seconds", "data_wait")

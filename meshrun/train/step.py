@@ -31,6 +31,7 @@ from meshrun.mesh import Here
 from meshrun.parallel.placed import Asked, Outcome, Piece, Placed, nobody
 from meshrun.train.graphs import Graphed, Recorder
 from meshrun.train.optim import clipped_now, clipped_on_device, norm_now, norm_on_device
+from meshrun.train.states import EightBit, Kept
 from meshrun.train.update import Plain, Update, fastest, scale
 
 Inspect = Callable[[int, Placed], None]
@@ -97,6 +98,8 @@ class Stepper:
     def update(self) -> Update:
         """What changes the weights."""
         # Who wants to see gradients before they are used wants them where they belong, and scaled.
+        if isinstance(self.optimizer.state, Kept):
+            return EightBit(self.optimizer, self.placed, collects=self.inspect is not None)
         choose = fastest if self.inspect is None else Plain.of
         return choose(self.optimizer, self.placed)
 

@@ -94,9 +94,9 @@ class InOnePass:
             for place, each in enumerate(used):
                 by_step.setdefault(self._counts[each][1], []).append(place)
             for step, places in by_step.items():
-                adamw_many_(
+                self._change(
                     [used[place] for place in places],
-                    [copies[used[place]][1] for place in places],  # type: ignore[misc]
+                    [copies[used[place]][1] for place in places],
                     [states[place]["exp_avg"] for place in places],
                     [states[place]["exp_avg_sq"] for place in places],
                     [copies[used[place]][0] for place in places],
@@ -109,6 +109,9 @@ class InOnePass:
                     step=step,
                     decoupled=_is_decoupled(self.optimizer, group),
                 )
+
+    def _change(self, *tensors: Any, **numbers: Any) -> None:
+        adamw_many_(*tensors, **numbers)
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """A parameter's state, made as torch's own fused form makes it."""
