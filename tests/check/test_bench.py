@@ -1,0 +1,335 @@
+"""`meshrun bench`: sides train the same, take turns, are compared; a step is counted; a rank of many runs alone."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import io
+import itertools
+import json
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from meshrun import Experiment, cross_entropy, mesh
+from meshrun.check import bench_turns
+from meshrun.check.bench_count import Counts, count
+from meshrun.check.bench_peers import MESHRUN, PEERS
+from meshrun.check.bench_rank import fitted, measured, tokens_of
+from meshrun.check.bench_roofline import Device, sentence, shares_of
+from meshrun.check.bench_task import OwnLoop, Task
+from meshrun.check.bench_turns import Built, Entry, Taken, Turn, ratios, take_turns, to_be_let_go
+from meshrun.cli.bench import _document, bench_command
+from meshrun.errors import UserError
+from meshrun.layout import parse
+from meshrun.parallel.build import How
+from meshrun.recipes import llama
+
+CPU = torch.device("cpu")
+
+
+class Vectors:
+    light = True
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.linspace(-1, 1, 8) * (index % 7 - 3), index % 3
+
+
+def small(precision: str = "fp32", **changes: object) -> Experiment:
+    fields: dict[str, object] = {
+        "model": lambda: nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3)),
+        "train": Vectors(),
+        "loss": cross_entropy,
+        "optimizer": lambda params: torch.optim.AdamW(params, lr=1e-2),
+        "batch": 16,
+        "steps": 40,
+        "clip": 0.1,
+        "schedule": lambda step, _: 1 / (1 + step),
+        "precision": precision,
+    }
+    return Experiment(**{**fields, **changes})  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def left() -> Iterator[None]:
+    yield
+    mesh.finish()
+    mesh.use(mesh.Meeting())
+
+
+def first_losses(name: str, task: Task, steps: int = 6) -> list[float]:
+    side = ({"meshrun": MESHRUN} | PEERS)[name].make(task)
+    try:
+        return [float(getattr(each, "loss", each)) for each in itertools.islice(side, steps)]
+    finally:
+        side.close()
+
+
+@pytest.mark.parametrize("name", [name for name, peer in PEERS.items() if not peer.compiles and name != "torchtitan"])
+def test_every_peer_trains_what_meshrun_does(name: str):
+    """Same weights, batches, schedule and clipping: else the losses of later steps would not be the same."""
+    if PEERS[name].missing:
+        pytest.skip(str(PEERS[name].missing))
+    task = Task(small(), How(), CPU, workers=0)
+    ours = first_losses("meshrun", task)
+    assert first_losses(name, task) == pytest.approx(ours, rel=1e-5)
+    assert len(set(ours)) == 6
+
+
+def test_augmented_samples_are_the_same_on_all_sides():
+    task = Task(small(augment=lambda inputs, draws: inputs * draws.uniform()), How(), CPU, workers=0)
+    assert first_losses("bare", task) == pytest.approx(first_losses("meshrun", task), rel=1e-5)
+    plain = Task(small(), How(), CPU, workers=0)
+    assert first_losses("bare", plain)[0] != pytest.approx(first_losses("bare", task)[0], rel=1e-4)
+
+
+def test_a_trainer_with_a_loop_of_its_own_waits_to_be_asked_and_stops_when_told():
+    done: list[int] = []
+
+    def body(tell):
+        for number in range(100):
+            done.append(number)
+            if not tell(number):
+                return
+
+    side = OwnLoop(body)
+    assert [next(side), next(side)] == [0, 1]
+    time.sleep(0.05)
+    assert done == [0, 1]
+    side.close()
+    assert done == [0, 1]
+
+
+def test_what_fails_in_a_loop_of_its_own_is_seen_by_who_asks():
+    def body(tell):
+        tell(1)
+        raise ValueError("no")
+
+    side = OwnLoop(body)
+    assert next(side) == 1
+    with pytest.raises(ValueError, match="no"):
+        next(side)
+
+
+def counting(seconds: float, fails: bool = False) -> Iterator[float]:
+    for number in itertools.count():
+        if fails and number == 2:
+            raise ValueError("it broke")
+        time.sleep(seconds)
+        yield 1.0 / (1 + number)
+
+
+def test_sides_take_turns_in_processes_of_their_own():
+    entries = [
+        Entry("slow", functools.partial(counting, 0.02), samples=4),
+        Entry("fast", functools.partial(counting, 0.005), samples=4),
+        Entry("broken", functools.partial(counting, 0.0, fails=True), samples=4),
+        Entry("absent", functools.partial(counting, 0.0), samples=4, package="no_such_package"),
+    ]
+    taken = take_turns(entries, rounds=3, steps=5, device=CPU)
+    assert len(taken["slow"].turns) == len(taken["fast"].turns) == 3
+    assert taken["slow"].built is not None and taken["slow"].built.losses == [1.0, 0.5, pytest.approx(1 / 3)]
+    found = ratios(taken["fast"], taken["slow"])
+    assert found is not None and 1.5 < found[0] < 5 and found[1] <= found[0] <= found[2]
+    assert "it broke" in str(taken["broken"].error) and not taken["broken"].turns
+    assert "no_such_package" in str(taken["absent"].error)
+    assert ratios(taken["fast"], taken["broken"]) is None
+
+
+def test_memory_is_made_by_those_that_hold_most_and_no_more_than_needed():
+    held = {"a": 10, "b": 30, "c": 0}
+    assert to_be_let_go(40, held, 100) == []
+    assert to_be_let_go(60, held, 100) == ["b"]
+    assert to_be_let_go(90, held, 100) == ["b", "a"]
+    assert to_be_let_go(900, held, 100) == ["b", "a"]
+
+
+def taken(name: str, losses: list[float], seconds: float = 1.0) -> Taken:
+    entry = Entry(name, functools.partial(counting, 0.0), samples=8)
+    return Taken(entry, Built(1.0, losses, 0, 0), tuple(Turn(10, seconds, 1.0, 0.0) for _ in range(3)))
+
+
+def test_a_side_with_other_losses_is_void():
+    from meshrun.cli.bench import About
+
+    counts = Counts(8e9, 0.0, 1e6, 1e6, 10, 1000)
+    about = About(8, 0.0, "fp32", False, counts, "", Device("a", 1e12, None, 1e11, 1e-6))
+    ours = taken("meshrun", [2.0, 1.9, 1.8])
+    sides = {
+        "meshrun": ours,
+        "bare": taken("bare", [2.0, 1.9, 1.8001], 2.0),
+        "fabric": taken("fabric", [2.0, 1.9, 1.7]),
+    }
+    document = _document(about, sides, {"deepspeed": "deepspeed is not installed"})
+    assert document["ratios"] == {"vs_bare": 2.0, "vs_fabric": None}
+    rows = {row["side"]: row for row in document["rows"]}
+    assert rows["bare"]["losses_agree"] and not rows["fabric"]["losses_agree"]
+    assert "void" in rows["fabric"]["note"] and "5.6%" in rows["fabric"]["note"]
+    assert rows["meshrun"]["mfu"] == pytest.approx(8e9 / 0.1 / 1e12)
+    assert document["left_out"] == [{"side": "deepspeed", "why": "deepspeed is not installed"}]
+    json.dumps(document)
+
+
+class Attending(nn.Module):
+    """One head that looks back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 24, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.inner(x[:, None].expand(-1, 5, -1)).chunk(3, -1)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, -1, :3]
+
+
+def test_a_step_is_counted_without_values():
+    found = count(small(), CPU)
+    # Forward and gradients of weights for both matrices, gradients of inputs for the second.
+    assert found.products == 2 * 16 * (8 * 16 * 2 + 16 * 3 * 3)
+    assert found.attention == 0
+    assert found.parameters == 8 * 16 + 16 + 16 * 3 + 3
+    assert found.optimizer == found.parameters * 28
+    assert count(small(batch=32), CPU).products == 2 * found.products
+
+
+def test_causal_attention_counts_what_is_needed():
+    found = count(small(model=Attending), CPU)
+    pairs = 5 * 6 / 2
+    assert found.attention == pytest.approx(3 * 16 * pairs * 2 * (8 + 8))
+    assert found.products == 2 * 2 * (16 * 5) * 8 * 24
+
+
+def test_a_step_in_bf16_moves_fewer_bytes():
+    assert count(small("bf16", batch=64), CPU).traffic < count(small(batch=64), CPU).traffic
+
+
+def test_sentences_say_what_bounds_a_step():
+    device = Device("a", products=800e12, float8=1500e12, bandwidth=4e12, call_s=5e-6)
+    step = Counts(products=200e12, attention=13e12, traffic=0.08e12, optimizer=0.03e12, calls=2000, parameters=10**9)
+    text = sentence(shares_of(step, device, 0.35, "bf16"))
+    assert text == (
+        "bound by matrix products: they take 0.71 of the step at the pace of a large one, attention 5 %, "
+        "memory traffic of other operations at most 6 %, that of the optimizer 2 %"
+    )
+    assert "they take 0.38" in sentence(shares_of(step, device, 0.35, "float8"))
+    tiny = Counts(products=1e9, attention=0, traffic=1e6, optimizer=1e6, calls=2000, parameters=10**5)
+    assert sentence(shares_of(tiny, device, 0.012, "bf16")).startswith("bound by the host")
+    light = Counts(products=1e12, attention=0, traffic=0.2e12, optimizer=0.01e12, calls=100, parameters=10**6)
+    assert sentence(shares_of(light, device, 0.07, "bf16")).startswith("bound by memory traffic")
+    assert sentence(shares_of(tiny, device, 0.1, "bf16", data_wait=0.8)).startswith("bound by data")
+    assert sentence(shares_of(tiny, device, 1.0, "bf16")).startswith("bound by nothing that is counted")
+
+
+@pytest.mark.parametrize("layout", ["fsdp=8", "dp=2,fsdp=4", "fsdp=4,tp=2"])
+def test_one_rank_of_eight_holds_its_share(layout: str):
+    whole = sum(each.numel() for each in llama.Llama(llama.PRESETS["tiny"]).parameters())
+    experiment = dataclasses.replace(llama.experiment(context=16), precision="bf16")
+    on = parse(layout)
+    found = measured(fitted(experiment, on, None, 2), How(), on, place=5, device=CPU, steps=2)
+    assert found.parameters == pytest.approx(whole / (on.fsdp * on.tp), rel=0.02)
+    assert (found.of, found.place, found.batch, found.micro) == (8, 5, on.dp * on.fsdp, 1)
+    assert found.tokens_per_s == pytest.approx(16 / found.seconds)
+
+
+@pytest.mark.parametrize(
+    ("layout", "place", "says"),
+    [
+        ("pp=2,fsdp=2", 0, "layout 'pp=2,fsdp=2' cuts the model into stages"),
+        ("dp=4", 0, "on layout 'dp=4' every rank computes the whole model"),
+        ("fsdp=4", 4, "place is 4; it must be a rank from 0 to 3"),
+    ],
+)
+def test_ranks_that_cannot_be_alone_are_refused(layout: str, place: int, says: str):
+    on = parse(layout)
+    with pytest.raises(UserError, match=says):
+        measured(fitted(llama.experiment(), on, None, 2), How(), on, place, CPU, steps=2)
+
+
+def test_tokens_are_the_longest_row_of_whole_numbers():
+    assert tokens_of({"a": torch.zeros(7, dtype=torch.int64), "b": torch.ones(9)}) == 7
+    assert tokens_of(torch.zeros(3, 4, dtype=torch.int64)) == tokens_of(torch.ones(5)) == 0
+
+
+def printed(words: list[str]) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert bench_command(words) == 0
+    return out.getvalue()
+
+
+def test_bench_train_prints_one_document():
+    document = json.loads(
+        printed(
+            [
+                "train",
+                "digits",
+                "--width",
+                "8",
+                "--batch",
+                "16",
+                "--rounds",
+                "2",
+                "--steps",
+                "2",
+                "--peers",
+                "bare",
+                "--device",
+                "cpu",
+                "--json",
+            ]
+        )
+    )
+    assert [row["side"] for row in document["rows"]] == ["meshrun", "bare"]
+    assert document["ratios"]["vs_bare"] > 0
+    assert all(row["losses_agree"] and row["samples_per_s"] > 0 for row in document["rows"])
+    assert document["roofline"]["sentence"].startswith("bound by")
+
+
+def test_bench_prints_what_bounds_a_step():
+    text = printed(["digits", "--width", "8", "--batch", "16", "--steps", "2", "--device", "cpu"])
+    assert "FLOP/s in large matrix products" in text and "a step takes" in text and "bound by" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("train digits --peers fabrik", "peer 'fabrik' is not known; peers are bare"),
+        ("train digits --rounds 0", "rounds is 0; it must be at least 1"),
+        ("rank llama --layout fsdp=8", "bench rank needs --of: ranks of the job"),
+        ("rank llama --of 8 --layout fsdp=3", "layout 'fsdp=3' needs 3 ranks but this run has 8"),
+        ("train", "bench train needs a TARGET"),
+    ],
+)
+def test_what_the_user_gave_wrong_is_said_in_a_sentence(words: str, says: str):
+    with pytest.raises(UserError, match=says):
+        bench_command(words.split())
+
+
+def test_peers_that_are_not_there_are_told(monkeypatch: pytest.MonkeyPatch):
+    from meshrun.cli.bench import _peers_of
+
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else there("os"))
+    names, left_out = _peers_of(None, CPU)
+    assert "accelerate" not in names and left_out["accelerate"] == "accelerate is not installed"
+    assert "trains only its own models" in left_out["torchtitan"] and "on a CPU" in left_out["bare-compiled"]
+    with pytest.raises(UserError, match="cannot compare with accelerate: accelerate is not installed"):
+        _peers_of("accelerate", CPU)
+
+
+def test_no_process_is_left_behind():
+    with bench_turns.Process() as process:
+        pid = process.ask(os.getpid)
+        assert pid != os.getpid()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
