@@ -276,6 +276,8 @@ class Incoming:
         messages = self.posted.pop((stage, piece))
         for work, _ in messages:
             work.wait()
+        # The next one can arrive while this one is computed with.
+        self.ask_ahead()
         device = self.run.pipeline.here.device
         return tuple(tensor.to(device) for _, tensor in messages)
 
