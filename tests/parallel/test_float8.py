@@ -1,0 +1,279 @@
+"""Linear layers in float8: what they compute, which ones they are, and that every layout computes the same."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshrun import Experiment, mesh, token_cross_entropy
+from meshrun.layout import parse
+from meshrun.parallel import float8, float8_product
+from meshrun.parallel.build import How, build
+from meshrun.recipes.llama import PLAN, Llama, Shape, segments
+from meshrun.train.loop import Trainer
+from tests.programs.small_llama import phrases
+from tests.train.small import start_on_cpu
+from tests.train.whole import Result, differences, trained, weight_difference
+
+SHAPE = Shape(32, 64, layers=2, heads=4, kv_heads=2, ffn=128, context=8)
+ROUNDING = 0.04
+"""Of a product of two tensors of e4m3: 2^-4 at most for each number, 0.026 on average."""
+
+
+@pytest.fixture(autouse=True)
+def small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(float8, "LEAST", 1)
+
+
+def off(found: Tensor, wanted: Tensor) -> float:
+    return float((found.detach().double() - wanted.detach().double()).norm() / wanted.detach().double().norm())
+
+
+def tensors(rows: int = 48) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Inputs, weight, bias, gradient; some tokens much larger or smaller than others, as in a model."""
+    generator = torch.Generator().manual_seed(0)
+    size = torch.logspace(-3, 3, rows, base=2)[:, None]
+    inputs = torch.randn(rows, 64, generator=generator) * size
+    weight = torch.randn(96, 64, generator=generator) * 0.02
+    gradient = torch.randn(rows, 96, generator=generator) * size.flip(0) * 1e-7
+    values = (inputs, weight, torch.randn(96, generator=generator))
+    return *(each.requires_grad_() for each in values), gradient  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+def test_results_and_gradients_are_those_of_a_linear_layer_within_the_rounding(
+    scaling: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(float8_product, "SCALING", scaling)
+    inputs, weight, bias, gradient = tensors()
+    wanted = F.linear(inputs, weight, bias)
+    found = float8_product.linear(inputs, weight, bias)
+    assert off(found - bias, wanted - bias) < ROUNDING
+    pairs = zip(
+        torch.autograd.grad(found, (inputs, weight, bias), gradient),
+        torch.autograd.grad(wanted, (inputs, weight, bias), gradient),
+        strict=True,
+    )
+    assert all(off(a, b) < ROUNDING and a.dtype == b.dtype for a, b in pairs)
+
+
+def test_every_token_is_rounded_by_itself():
+    """So that it does not matter which others are in its micro-batch."""
+    inputs, weight, _, gradient = tensors()
+    together = float8_product.linear(inputs, weight, None)
+    (gradients,) = torch.autograd.grad(together, inputs, gradient)
+    for rows in (slice(0, 16), slice(16, 48)):
+        some = inputs[rows].detach().requires_grad_()
+        alone = float8_product.linear(some, weight, None)
+        assert torch.equal(alone, together[rows])
+        assert torch.equal(torch.autograd.grad(alone, some, gradient[rows])[0], gradients[rows])
+
+
+def test_any_number_of_tokens_in_any_shape():
+    inputs, weight, bias, gradient = tensors(21)
+    found = float8_product.linear(inputs.view(3, 7, 64), weight, bias)
+    assert found.shape == (3, 7, 96)
+    (wanted,) = torch.autograd.grad(F.linear(inputs, weight, bias), weight, gradient)
+    assert off(torch.autograd.grad(found, weight, gradient.view(3, 7, 96))[0], wanted) < ROUNDING
+
+
+def test_scales_are_powers_of_two_that_just_fit():
+    largest = torch.tensor([[448.0], [449.0], [1.0], [1.75], [1.76], [3e-9], [0.0]])
+    values, scales = float8_product.quantised(largest)
+    assert scales.flatten()[:5].tolist() == [1, 2, 2**-8, 2**-8, 2**-7]
+    assert torch.all(torch.frexp(scales).mantissa == 0.5)
+    assert torch.allclose(values.float() * scales, largest, rtol=2**-4)
+
+
+def test_what_is_not_finite_stays_so():
+    inputs, weight, _, _ = tensors(16)
+    for bad in (float("nan"), float("inf")):
+        broken = inputs.detach().clone()
+        broken[3, 5] = bad
+        found = float8_product.linear(broken, weight, None)
+        assert not found[3].isfinite().any() and found[:3].isfinite().all() and found[4:].isfinite().all()
+
+
+def test_a_layer_of_zeros_learns():
+    """Its scales say nothing about those of its gradient."""
+    inputs, _, _, gradient = tensors()
+    weight = torch.zeros(96, 64, requires_grad=True)
+    (found,) = torch.autograd.grad(float8_product.linear(inputs, weight, None), weight, gradient)
+    (wanted,) = torch.autograd.grad(F.linear(inputs, weight), weight, gradient)
+    assert off(found, wanted) < ROUNDING
+
+
+def test_the_cpu_multiplies_the_very_numbers_that_a_gpu_would():
+    inputs, weight, _, _ = tensors()
+    (left, _), (right, _) = float8_product.quantised(inputs), float8_product.quantised(weight)
+    one = torch.ones(())
+    wanted = torch._scaled_mm(left, right.t(), one, one, out_dtype=torch.bfloat16)
+    assert torch.allclose(float8_product._multiplied(left, right.t()), wanted, rtol=2**-7)
+
+
+def test_between_the_passes_inputs_are_kept_in_8_bits():
+    inputs, weight, _, _ = tensors()
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        float8_product.linear(inputs.view(48, 64), weight, None)
+    sizes = {each.dtype: each.numel() for each in kept if each.data_ptr() != weight.data_ptr() and each.numel() > 48}
+    assert sizes == {float8_product.FORMAT: inputs.numel()}
+
+
+def on_meta(shape: Shape) -> Llama:
+    with torch.device("meta"):
+        return Llama(shape)
+
+
+SEGMENTS = ["embed", "blocks.0", "blocks.1", "norm", "head"]
+IN_A_BLOCK = ["attention.wq", "attention.wk", "attention.wv", "attention.wo", "ffn.gate", "ffn.up", "ffn.down"]
+
+
+def test_layers_of_blocks_are_chosen_and_the_head_is_not():
+    wanted = [f"blocks.{number}.{name}" for number in range(2) for name in IN_A_BLOCK]
+    assert float8.chosen(on_meta(SHAPE), SEGMENTS) == wanted
+    # Segments as they are found in models that only have a list of blocks.
+    assert float8.chosen(on_meta(SHAPE), ["blocks.0", "blocks.1"]) == wanted
+
+
+def test_layers_too_small_or_of_odd_sizes_are_not_chosen(monkeypatch: pytest.MonkeyPatch):
+    odd = on_meta(replace(SHAPE, ffn=120))
+    assert not [name for name in float8.chosen(odd, SEGMENTS) if "ffn" in name]
+    monkeypatch.setattr(float8, "LEAST", 64 * 128)
+    assert float8.chosen(on_meta(SHAPE), ["blocks.0"]) == ["blocks.0.ffn.gate", "blocks.0.ffn.up", "blocks.0.ffn.down"]
+
+
+def test_weights_in_two_places_and_layers_with_a_way_of_their_own_are_not_chosen():
+    class Own(nn.Linear):
+        def forward(self, inputs: Tensor) -> Tensor:
+            return super().forward(inputs) * 2
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), Own(16, 16), nn.Linear(16, 16), nn.Linear(16, 16))
+    model[1].weight = model[0].weight
+    assert float8.chosen(model, ["0", "1", "2", "3", "4"]) == ["3"]
+    assert float8.chosen(nn.ModuleDict({"a": nn.Linear(16, 16), "b": nn.Linear(16, 16)}), []) == ["a"]
+
+
+def test_a_gpu_that_cannot_is_refused_in_a_sentence():
+    assert float8.objection((9, 0), "NVIDIA H200") is None
+    assert float8.objection((8, 9), "NVIDIA L40") is None
+    assert float8.objection((8, 0), "NVIDIA A100") == (
+        "precision is 'float8', but NVIDIA A100 has compute capability 8.0, and float8 needs 8.9 or more; use bf16 "
+        "(--precision)"
+    )
+
+
+def test_a_model_without_layers_for_it_is_told_so(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(float8, "LEAST", 1 << 20)
+    (note,) = float8.apply(on_meta(SHAPE), SEGMENTS, torch.device("cpu"))
+    assert note.endswith("so all of it computes in bf16")
+
+
+def experiment(precision: str = "float8", steps: int = 6, **changes: Any) -> Experiment:
+    return Experiment(
+        model=lambda: Llama(SHAPE),
+        train=phrases(40, seed=0),
+        evals={"val": phrases(9, seed=1)},
+        loss=token_cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9),
+        batch=8,
+        steps=steps,
+        clip=0.2,
+        seed=3,
+        precision=precision,
+        segments=segments,
+        tensor_plan=PLAN,
+        **changes,
+    )
+
+
+@functools.cache
+def alone(precision: str) -> Result:
+    start_on_cpu(1)
+    try:
+        return trained(experiment(precision))
+    finally:
+        mesh.finish()
+        mesh.use(mesh.Meeting())
+
+
+@pytest.fixture
+def wanted() -> Result:
+    return alone("float8")
+
+
+def test_parameters_and_state_are_those_of_the_model():
+    here = start_on_cpu(1)
+    placed = build(experiment(), here, How())
+    wanted = Llama(SHAPE).state_dict()
+    assert {name: (each.shape, each.dtype) for name, each in placed.weights()} == {
+        name: (each.shape, each.dtype) for name, each in wanted.items()
+    }
+    assert sum(isinstance(each, float8.InFloat8) for each in placed.model.modules()) == 14
+    assert "float8: 14 linear layers compute in it" in placed.notes
+
+
+def on(*layouts: str) -> Any:
+    """Runs a test once on each of these layouts."""
+    cases = [pytest.param(each, marks=pytest.mark.ranks(parse(each).size), id=each) for each in layouts]
+    return pytest.mark.parametrize("layout", cases)
+
+
+def assert_as_one_process(layout: str, how: How, wanted: Result) -> None:
+    """Within what bf16 sums allow too."""
+    float8.LEAST = 1
+    mesh.use(mesh.Meeting(layout=layout, device="cpu"))
+    found = trained(experiment(), how)
+    assert max(differences(found, wanted).values()) < 1e-3, differences(found, wanted)
+    assert mesh.start().rank > 0 or weight_difference(found, wanted)[0] < 1e-2
+
+
+@on("dp=2", "fsdp=2", "tp=2", "pp=2", "fsdp=2,tp=2")
+def test_layouts_train_as_one_process(layout: str, wanted: Result):
+    assert_as_one_process(layout, How(), wanted)
+
+
+@on("dp=2", "fsdp=2:zero2")
+def test_recomputed_blocks_train_as_one_process(layout: str, wanted: Result):
+    assert_as_one_process(layout, How(recompute="selective"), wanted)
+
+
+@pytest.mark.ranks(2)
+def test_fsdp_gathers_weights_in_8_bits_and_holds_no_others():
+    float8.LEAST = 1
+    mesh.use(mesh.Meeting(layout="fsdp=2", device="cpu"))
+    sent: list[int] = []
+    gather = dist.distributed_c10d.all_gather_into_tensor
+
+    def spied(output: Tensor, *inputs: Any, **named: Any) -> Any:
+        sent.append(output.numel() * output.element_size())
+        return gather(output, *inputs, **named)
+
+    trainer = Trainer(experiment(steps=2), mesh.start())
+    for each in ("all_gather_into_tensor", "all_gather_single"):
+        if hasattr(dist, each):
+            setattr(dist, each, spied)
+    for _ in trainer.steps():
+        pass
+    layers = [each for each in trainer.model.modules() if isinstance(each, float8.InFloat8)]
+    weights = sum(each.weight.numel() for each in layers) // 2
+    scales = sum(4 * each.out_features for each in layers) // 2
+    norms = 2 * 2 * 64
+    assert weights + scales + norms in sent, (sent, weights + scales + norms)
+    for each in layers:
+        assert each.gathered is not None and each.gathered[0].dtype == float8_product.FORMAT
+    group = trainer.model.blocks[0]._get_fsdp_state()._fsdp_param_group
+    whole = [each._unsharded_param for each in group.fsdp_params if each._unsharded_param.dim() == 2]
+    assert len(whole) == 7 and not any(each.untyped_storage().size() for each in whole)
