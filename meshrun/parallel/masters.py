@@ -32,10 +32,23 @@ def shorten(*models: nn.Module) -> dict[nn.Parameter, nn.Parameter]:
         for module in model.modules():
             if isinstance(module, _TAKE_NO_OTHER_TYPE):
                 continue
+            if type(module) is nn.RMSNorm:
+                module.__class__ = _RMSNorm
             for parameter in module.parameters(recurse=False):
                 if parameter not in masters and _is_matrix(parameter):
                     masters[parameter] = _shortened(parameter)
     return masters
+
+
+class _RMSNorm(nn.RMSNorm):
+    """One kernel from bf16 to bf16, which computes in fp32 inside; with weights of another type torch has only many."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is None or x.dtype != torch.bfloat16:
+            return super().forward(x)
+        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
+        with torch.autocast(x.device.type, enabled=False):
+            return nn.functional.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), eps)
 
 
 def _is_matrix(parameter: nn.Parameter) -> bool:
@@ -97,8 +110,8 @@ def collect_at_once(parameter: nn.Parameter, take: Callable[[Tensor], None]) -> 
 
     def taken(computed: Tensor) -> None:
         gradient, computed.grad = computed.grad, None
-        assert gradient is not None
-        take(gradient)
+        if gradient is not None:  # else it is put off
+            take(gradient)
 
     parameter.register_post_accumulate_grad_hook(taken)
 
