@@ -10,6 +10,9 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
 .PHONY: setup demo test every lint bench launchers
 
+# Tests start many processes: none of them should compile what another one has.
+unexport PYTHONDONTWRITEBYTECODE
+
 setup: .venv/ready
 
 .venv/ready: pyproject.toml constraints.txt

@@ -18,18 +18,21 @@ from tests import ranks
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are as many workers and ranks as cores, or more
 TIMEOUT_S = 60.0
 LONG = (
-    "tests/check/test_chaos.py",
+    "tests/cluster/test_deadline.py",
+    "tests/train/test_axes.py",
+    "tests/train/test_ending.py",
     "tests/cluster/",
+    "tests/check/test_chaos.py",
     "tests/launch/test_restarts.py",
     "tests/observe/test_hang.py",
-    "tests/train/test_axes.py",
     "tests/launch/test_other_launchers.py",
     "tests/train/test_resume.py",
     "tests/launch/test_local.py",
     "tests/launch/test_nodes.py",
     "tests/check/",
 )
-"""Where tests take longest. They come first: begun last, one such file keeps a worker busy when the other is done."""
+"""Where tests take longest. They come first: begun last, one such file keeps a worker busy when the other is done.
+Those that mostly wait, such as a job for its time limit, are beside others that compute."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -26,7 +26,7 @@ from meshrun.train.loop import Stopped, Trainer
 from meshrun.train.recovery import Keeping
 from tests import warm
 from tests.launch.command import MODULE, Ended, events, meshrun, wait_until
-from tests.launch.test_other_launchers import HYDRA, OPENMPI, TORCHRUN
+from tests.launch.test_other_launchers import OPENMPI, TORCHRUN
 from tests.train.small import points, small
 
 SLOW = str(Path(__file__).parent / "programs/slow.py")
@@ -37,7 +37,7 @@ LAUNCHERS: dict[str, tuple[str, ...]] = {
     "own": (*MODULE, "run", SLOW, "--procs", "2"),
     "torchrun": (*TORCHRUN, "-m", "meshrun", "run", SLOW),
     "mpirun": (*OPENMPI, *MODULE, "run", SLOW),
-    "mpiexec": (*HYDRA, *MODULE, "run", SLOW),
+    "a file": (*MODULE, "run", SLOW, "--procs", "2"),
     "in a job": (*MODULE, "run", SLOW, "--procs", "2"),
 }
 BY_THE_CLOCK = ("own", "torchrun")
@@ -146,7 +146,7 @@ def _ask(course: Course) -> None:
     match course.launcher:
         case "mpirun":
             os.kill(course.pid(rank=1), signal.SIGUSR2)
-        case "mpiexec":
+        case "a file":
             course.pid(rank=0)
             course.run.stop_file.touch()
         case "in a job":
@@ -184,11 +184,11 @@ def test_scripts_read_why_it_stopped_and_what_it_had_reached(course: Course, cou
         "own": r"the deadline is in \d+ s",
         "torchrun": r"the deadline is in \d+ s",
         "mpirun": "it got SIGUSR2",
-        "mpiexec": "runs/slow-1/stop was made",
+        "a file": "runs/slow-1/stop was made",
         "in a job": "it got SIGTERM",
     }
     assert re.fullmatch(reasons[course.launcher], stopped["why"])
-    givers = {"own": "clock", "torchrun": "clock", "mpirun": "signal", "mpiexec": "user", "in a job": "signal"}
+    givers = {"own": "clock", "torchrun": "clock", "mpirun": "signal", "a file": "user", "in a job": "signal"}
     assert stopped["by"] == givers[course.launcher]
 
 
