@@ -32,6 +32,20 @@ Part = tuple[int, int]
 """(part, parts): this part of that many equal, contiguous ones."""
 
 
+class Turn:
+    """How many times a module has been called in this forward pass.
+
+    The tensor is replaced and never changed: compiled code keeps it for the backward pass, in which it computes again
+    what was dropped.
+    """
+
+    def __init__(self, none: Tensor, count: Tensor) -> None:
+        self.none, self.count = none, count
+
+    def __int__(self) -> int:
+        return int(self.count)
+
+
 @dataclass(eq=False)
 class Moment:
     """What is being computed now. All keyed modules of a model share one; the trainer assigns to its fields.
@@ -51,7 +65,7 @@ class Moment:
     """The length of the whole sequence where `positions` are given."""
     key: Tensor | None = field(init=False, repr=False, default=None)
     """Seed and step in one word. A tensor, like `turns`: compiled code need not be compiled again when it changes."""
-    turns: dict[str, Tensor] = field(init=False, repr=False, default_factory=dict)
+    turns: dict[str, Turn] = field(init=False, repr=False, default_factory=dict)
     """How many times each module has been called in this forward pass."""
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -61,12 +75,12 @@ class Moment:
             object.__setattr__(self, "key", word(f"{self.seed} {self.step}") if known else None)
         if name in ("step", "ids"):
             for turn in self.__dict__.get("turns", {}).values():
-                turn.zero_()
+                turn.count = turn.none
 
     def copy(self) -> Moment:
         """This moment, to be returned to when the original has moved on."""
         copied = Moment(self.seed, self.step, self.ids, self.positions, self.length)
-        copied.turns = {name: turn.clone() for name, turn in self.turns.items()}
+        copied.turns = {name: Turn(turn.none, turn.count) for name, turn in self.turns.items()}
         return copied
 
     def restore(self, earlier: Moment) -> None:
@@ -74,7 +88,7 @@ class Moment:
         self.seed, self.step, self.ids = earlier.seed, earlier.step, earlier.ids
         self.positions, self.length = earlier.positions, earlier.length
         for name, turn in self.turns.items():
-            turn.copy_(earlier.turns[name]) if name in earlier.turns else turn.zero_()
+            turn.count = earlier.turns[name].count if name in earlier.turns else turn.none
 
 
 @contextlib.contextmanager
@@ -119,7 +133,7 @@ class Keyed(nn.Module):
 
     moment: Moment
     word: Tensor
-    turn: Tensor
+    turn: Turn
 
     @property
     def name(self) -> str:
@@ -130,7 +144,8 @@ class Keyed(nn.Module):
     def name(self, name: str) -> None:
         # Tensors, and no buffers: they neither move with the model nor are they saved with it.
         self.__dict__["_name"] = name
-        self.word, self.turn = word(name), self.moment.turns.setdefault(name, torch.zeros((), dtype=torch.int64))
+        none = torch.zeros((), dtype=torch.int64)
+        self.word, self.turn = word(name), self.moment.turns.setdefault(name, Turn(none, none))
 
     def sample_words(self, x: Tensor) -> Tensor:
         """A 64-bit word for each sample of the micro-batch, other ones at the next call."""
@@ -138,8 +153,8 @@ class Keyed(nn.Module):
         if moment.ids is None:
             raise RunFailed(f"the module '{self.name}' draws random numbers by sample, but nobody said which ones: ids")
         assert moment.key is not None
-        words = mixed(moment.ids.to(x.device) * SAMPLE + (moment.key + self.word + self.turn * TURN))
-        self.turn.add_(1)
+        words = mixed(moment.ids.to(x.device) * SAMPLE + (moment.key + self.word + self.turn.count * TURN))
+        self.turn.count = self.turn.count + 1
         return words
 
     def misfit(self, x: Tensor, wanted: str) -> RunFailed:
