@@ -10,17 +10,26 @@ They are computed on the host, bit for bit the same everywhere: a few numbers a 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrun.data.permutation import mix
 
 _OF_SAMPLES = 5
 """Sets these keys apart from those of the order of samples, which has the same seed."""
+
+
+@functools.lru_cache(64)
+def _keys(seed: int, epoch: int, call: int, count: int) -> NDArray[np.uint64]:
+    """A key for each column of numbers; the same in all steps of an epoch."""
+    words = [seed & 0xFFFFFFFF, epoch, seed >> 32 & 0xFFFFFFFF, _OF_SAMPLES, call]
+    return np.asarray(np.random.SeedSequence(words).generate_state(count, np.uint64), dtype=np.uint64)
 
 
 @dataclass
@@ -39,9 +48,8 @@ class SampleDraws:
 
     def on_host(self, count: int = 1) -> Tensor:
         """The same, where they are computed."""
-        words = [self.seed & 0xFFFFFFFF, self.epoch, self.seed >> 32 & 0xFFFFFFFF, _OF_SAMPLES, self.calls]
+        keys = _keys(self.seed, self.epoch, self.calls, count)
         self.calls += 1
-        keys = np.random.SeedSequence(words).generate_state(count, np.uint64)
         samples = np.asarray(self.ids, dtype=np.int64).astype(np.uint64)
         # Twice, so that neighbouring samples share nothing before the columns' keys are let in, nor after.
         bits = mix(mix(samples * np.uint64(0x9E3779B97F4A7C15))[:, None] ^ keys[None, :])

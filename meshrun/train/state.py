@@ -12,6 +12,7 @@ new ones of the latter.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import random
 from collections.abc import Callable, Iterator, Mapping
@@ -40,6 +41,23 @@ Writer = Callable[[tuple[int, ...]], int]
 """Which of several ranks that hold the same writes what cannot be shared out."""
 
 
+_last_of_numpy: tuple[bytes, tuple[Any, ...]] = b"", ()
+
+
+def _of_numpy() -> tuple[Any, ...]:
+    """Where numpy's generator stands; what numpy makes of that is kept as long as its words are the same."""
+    global _last_of_numpy
+    words, (before, state) = b"", _last_of_numpy
+    bits = np.random.mtrand._rand._bit_generator
+    if isinstance(bits, np.random.MT19937):
+        words = ctypes.string_at(bits.ctypes.state_address, 625 * 4)
+    # Of two normal numbers, which are drawn together, the second one comes without a change of these words.
+    if not words or words != before or state[3]:
+        state = np.random.get_state(legacy=True)  # type: ignore[assignment]
+        _last_of_numpy = words, state
+    return state
+
+
 @dataclass(frozen=True)
 class Drawn:
     """Where the generators stand that a program may draw from: torch's, Python's, numpy's and the GPU's."""
@@ -53,7 +71,7 @@ class Drawn:
     @classmethod
     def now(cls, device: torch.device) -> Drawn:
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=True), cuda)  # type: ignore[arg-type]
+        return cls(torch.get_rng_state(), random.getstate(), _of_numpy(), cuda)
 
     def same(self, other: Drawn) -> bool:
         """Whether nothing was drawn between the two."""
@@ -97,12 +115,48 @@ class Moment:
     step: int
     evaluated: int
     random: Drawn
-    buffers: dict[str, Tensor]
+    buffers: Mapping[str, Tensor]
+
+
+class Copies(Mapping[str, Tensor]):
+    """Copies of many small tensors, made in few operations; they are cut apart for who looks at them, which is rare."""
+
+    @torch.no_grad()
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        self._names = list(tensors)
+        self._copies: dict[str, Tensor] | None = None
+        self._others: dict[str, Tensor] = {}
+        groups: dict[tuple[torch.dtype, int], tuple[list[str], list[Tensor]]] = {}
+        for name, each in tensors.items():
+            if (dims := each.dim()) > 1:
+                self._others[name] = each.clone()
+                continue
+            names, found = groups.setdefault((each.dtype, dims), ([], []))
+            names.append(name)
+            found.append(each)
+        self._joined = [
+            (names, [each.numel() for each in found], torch.cat(found) if dims else torch.stack(found), dims)
+            for (_, dims), (names, found) in groups.items()
+        ]
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._copies is None:
+            self._copies = dict(self._others)
+            for names, sizes, joined, dims in self._joined:
+                parts = joined.split(sizes) if dims else joined.unbind()
+                self._copies.update(zip(names, parts, strict=True))
+        return self._copies[name]
 
 
 def moment(trainer: Trainer) -> Moment:
     """The present one."""
-    buffers = {name: each.detach().clone() for name, each in trainer.placed.own_buffers().items()}
+    buffers = Copies(trainer.placed.own_buffers())
     return Moment(trainer.step, trainer.evaluated, Drawn.now(trainer.here.device), buffers)
 
 
