@@ -198,6 +198,22 @@ def test_sums_in_many_buckets_are_those_of_one_process(layout: str, wanted: Resu
     assert_same(trained(program("small_llama")), wanted, tolerance=1e-6)
 
 
+@pytest.mark.ranks(4)
+def test_in_bf16_sums_of_masters_gradients_are_those_that_are_made_at_the_end():
+    reduced.BUCKET = 2048
+    mesh.use(mesh.Meeting(layout="dp=2,tp=2", device="cpu"))
+    found = []
+    for early in (True, False):
+        trainer = Trainer(program("small_llama", 4, precision="bf16"), mesh.start())
+        assert isinstance(trainer.placed, Meshed) and any(each.copy is not None for each in trainer.placed.shards)
+        if not early:
+            trainer.placed._sums = None
+            trainer.placed.pipeline.settings.before_backward = lambda *_: None
+        trainer.train()
+        found.append((trainer.totals.losses, trainer.totals.grad_norms))
+    assert found[0] == (pytest.approx(found[1][0], rel=1e-6), pytest.approx(found[1][1], rel=1e-6))
+
+
 class Choosy(nn.Module):
     """Rows with a positive first number go through a layer of their own, the others do not; a layer is never used."""
 

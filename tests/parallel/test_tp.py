@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from meshrun import Experiment, UserError, mesh
 from meshrun.layout import parse
-from meshrun.parallel import tp
+from meshrun.parallel import tp, tp_hidden
 from meshrun.parallel.build import How, build, demands_of
 from meshrun.recipes.llama import PLAN
 from tests.programs import encoder, gpt2, hf_llama, small_llama
@@ -194,3 +194,30 @@ def test_a_rank_holds_its_part_of_what_is_split_and_all_of_the_rest():
         is_split = each.name in split and whole[each.name].dim() > 1
         assert each.parameter.numel() == whole[each.name].numel() // (2 if is_split else 1), each.name
         assert each.copies == (1 if is_split else 2), each.name
+
+
+def hidden(
+    layout: str = "tp=2", backend: str = "cpu:gloo,cuda:nccl", compiled: bool = True, plan: object = PLAN
+) -> str:
+    found = tp.plan_for(llama(), plan)
+    return tp_hidden.cannot_hide(found, backend, compiled, parse(layout).tp, ranks_of_node=4) or "hidden"
+
+
+def test_messages_go_beside_products_where_compiled_code_on_one_node_keeps_parts_of_the_sequence():
+    assert hidden() == hidden("tp=4") == "hidden"
+    assert hidden(backend="gloo") == "the backend is gloo, not nccl"
+    assert hidden(compiled=False) == "segments are not compiled (--compile)"
+    assert hidden("tp=8") == "tp=8 goes across nodes of 4 ranks"
+    whole = {"blocks.*.ffn.up": "colwise", "blocks.*.ffn.down": "rowwise"}
+    assert hidden(plan=whole) == "the plan keeps no part of the sequence to a rank"
+
+
+@pytest.mark.ranks(2)
+def test_where_devices_share_no_memory_messages_are_waited_for():
+    mesh.use(mesh.Meeting(layout="tp=2", device="cpu"))
+    here = mesh.start()
+    submesh = here.submesh("tp")
+    assert submesh is not None
+    assert not tp_hidden.hide(submesh, here.device)
+    tp_hidden._reached = lambda *_: True
+    assert not tp_hidden.hide(submesh, here.device)
