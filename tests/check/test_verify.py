@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -53,6 +55,7 @@ class Trainings:
 
     def __init__(self, program: str, folder: Path) -> None:
         self.program, self.folder = program, folder
+        self.compared: dict[tuple[str, bool], Compared] = {}
         self.alone = self.run("dp=1", "alone")
         batch = getattr(importlib.import_module(f"tests.check.programs.{program.partition(':')[0]}"), self.name)().batch
         self.noise = self.measured(self.run("dp=1", "twin", -(-batch // 3)))
@@ -73,11 +76,23 @@ class Trainings:
         return measure(Found.read(self.alone), Found.read(folder), (self.alone, folder))
 
     def on(self, layout: str, sync_batchnorm: bool = False) -> Compared:
+        """Made once, however many tests look at it."""
+        if (layout, sync_batchnorm) not in self.compared:
+            self.compared[layout, sync_batchnorm] = self._compare(layout, sync_batchnorm)
+        return self.compared[layout, sync_batchnorm]
+
+    def _compare(self, layout: str, sync_batchnorm: bool) -> Compared:
         folder = self.run(layout, layout + "-synced" * sync_batchnorm, sync_batchnorm=sync_batchnorm)
         measured, found = self.measured(folder), Found.read(folder)
         verdict = judge(measured, self.allowed)
         cause = likely_cause(Found.read(self.alone), found, measured, self.allowed, verdict)
         return Compared(measured, self.noise, self.allowed, verdict, found, cause)
+
+
+@pytest.fixture(scope="module")
+def trainings_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trainings]:
+    """One process and its twin are trained once a program."""
+    return functools.cache(lambda program: Trainings(program, tmp_path_factory.mktemp("trainings")))
 
 
 MISTAKES = {
@@ -96,16 +111,16 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_planted_mistake_is_caught_and_its_cause_is_named(name: str, tmp_path: Path):
+def test_a_planted_mistake_is_caught_and_its_cause_is_named(name: str, trainings_of: Callable[[str], Trainings]):
     layout, step, sentence = MISTAKES[name]
-    compared = Trainings(f"mistakes:{name}", tmp_path).on(layout)
+    compared = trainings_of(f"mistakes:{name}").on(layout)
     assert not compared.verdict.ok
     assert compared.verdict.first_step == step
     assert compared.cause.startswith(sentence), compared.cause
 
 
-def test_the_line_that_draws_random_numbers_is_named(tmp_path: Path):
-    cause = Trainings("mistakes:own_dropout", tmp_path).on("dp=2").cause
+def test_the_line_that_draws_random_numbers_is_named(trainings_of: Callable[[str], Trainings]):
+    cause = trainings_of("mistakes:own_dropout").on("dp=2").cause
     lines = (PROGRAMS / "mistakes.py").read_text().splitlines()
     line = next(number for number, text in enumerate(lines, 1) if "F.dropout" in text)
     assert f"{PROGRAMS / 'mistakes.py'}:{line}" in cause
@@ -113,32 +128,32 @@ def test_the_line_that_draws_random_numbers_is_named(tmp_path: Path):
 
 @pytest.mark.parametrize("layout", ["dp=2", "fsdp=2"])
 @pytest.mark.parametrize("name", ["multilayer", "convolutions", "encoder"])
-def test_a_correct_program_raises_no_alarm(name: str, layout: str, tmp_path: Path):
-    compared = Trainings(f"correct:{name}", tmp_path).on(layout)
+def test_a_correct_program_raises_no_alarm(name: str, layout: str, trainings_of: Callable[[str], Trainings]):
+    compared = trainings_of(f"correct:{name}").on(layout)
     assert compared.verdict.ok, (compared.cause, compared.measured, compared.allowed)
     assert not compared.allowed.depends_on_micro
     assert compared.measured.losses[0] < TOLERANCE
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "dp=3", "fsdp=2"])
-def test_a_model_that_blows_rounding_up_raises_no_alarm(layout: str, tmp_path: Path):
-    compared = Trainings("correct:sines", tmp_path).on(layout)
+def test_a_model_that_blows_rounding_up_raises_no_alarm(layout: str, trainings_of: Callable[[str], Trainings]):
+    compared = trainings_of("correct:sines").on(layout)
     assert compared.measured.loss > 1e-2 and compared.noise.loss > 1e-2, "it must blow rounding up"
     assert compared.verdict.ok, (compared.cause, compared.measured, compared.allowed)
 
 
-def test_a_mistake_is_caught_in_a_model_that_blows_rounding_up(tmp_path: Path):
-    compared = Trainings("mistakes:scaled_sines", tmp_path).on("dp=2")
+def test_a_mistake_is_caught_in_a_model_that_blows_rounding_up(trainings_of: Callable[[str], Trainings]):
+    compared = trainings_of("mistakes:scaled_sines").on("dp=2")
     assert not compared.verdict.ok and compared.verdict.first_step == 1
     assert compared.cause.startswith("the gradient is 2 times")
 
 
-def test_local_clipping_that_sees_the_whole_gradient_is_no_mistake(tmp_path: Path):
-    assert Trainings("mistakes:local_clipping", tmp_path).on("dp=2").verdict.ok
+def test_local_clipping_that_sees_the_whole_gradient_is_no_mistake(trainings_of: Callable[[str], Trainings]):
+    assert trainings_of("mistakes:local_clipping").on("dp=2").verdict.ok
 
 
-def test_batchnorm_over_all_ranks_is_no_mistake(tmp_path: Path):
-    trainings = Trainings("mistakes:batchnorm", tmp_path)
+def test_batchnorm_over_all_ranks_is_no_mistake(trainings_of: Callable[[str], Trainings]):
+    trainings = trainings_of("mistakes:batchnorm")
     assert trainings.allowed.depends_on_micro and trainings.allowed.losses[-1] == TOLERANCE
     assert trainings.on("dp=2", sync_batchnorm=True).verdict.ok
     noise = trainings.measured(trainings.run("dp=1", "backwards", sync_batchnorm=True, backwards=True))
@@ -146,13 +161,10 @@ def test_batchnorm_over_all_ranks_is_no_mistake(tmp_path: Path):
     assert not allow(TOLERANCE, noise, len(noise.losses)).depends_on_micro
 
 
-def test_gradient_norms_of_parameters_add_up_to_the_whole_on_every_layout(tmp_path: Path):
-    for layout in ("dp=1", "dp=2", "fsdp=2", "dp=2,fsdp=2"):
-        trainings = tmp_path / layout
-        trainings.mkdir()
-        kwargs = {"program": "correct:multilayer", "layout": layout, "micro": None, "folder": trainings}
-        run_on_ranks(__file__, "train", parse(layout).size, kwargs, timeout=50)
-        found = Found.read(trainings)
+def test_gradient_norms_of_parameters_add_up_to_the_whole_on_every_layout(trainings_of: Callable[[str], Trainings]):
+    trainings = trainings_of("correct:multilayer")
+    on_layouts = [trainings.on(layout).found for layout in ("dp=2", "fsdp=2", "dp=2,fsdp=2")]
+    for found in (Found.read(trainings.alone), *on_layouts):
         for norm, parameters in zip(found.grad_norms, found.gradients, strict=True):
             assert sum(value**2 for value in parameters.values()) ** 0.5 == pytest.approx(norm, rel=1e-5)
             assert list(parameters) == ["0.weight", "0.bias", "3.weight", "3.bias"]
