@@ -63,7 +63,7 @@ def bare_compiled(task: Task) -> Side:
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         torch.backends.cudnn.benchmark = True
     torch.set_float32_matmul_precision("high" if task.bf16 else "highest")
-    yield from _bare(task, model, torch.compile(model), True)
+    yield from _bare(task, model, task.compiled(model), True)
 
 
 def _bare(task: Task, model: nn.Module, called: Any, fused: bool | None) -> Side:
@@ -96,7 +96,7 @@ def fabric(task: Task, compiled: bool = False) -> Side:
     model: Any = task.model()
     optimizer: Any = task.optimizer(model)
     schedule = task.schedule(optimizer)
-    model, optimizer = fabric.setup(torch.compile(model) if compiled else model, optimizer)
+    model, optimizer = fabric.setup(task.compiled(model) if compiled else model, optimizer)
     model.train()
     loader: Any = fabric.setup_dataloaders(task.loader())
     for step, (inputs, targets) in enumerate(loader):

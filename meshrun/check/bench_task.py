@@ -10,7 +10,7 @@ Sides differ in who runs the loop. A `Side` is an iterator that does one update 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,6 +42,8 @@ class Task:
     """Processes that read, on every side."""
     scale: float = 1.0
     """Factor for learning rates."""
+    backend: str = "inductor"
+    """What compiles on sides that compile."""
 
     @property
     def bf16(self) -> bool:
@@ -65,6 +67,9 @@ class Task:
         torch.manual_seed(self.experiment.seed)
         return self.experiment.model()
 
+    def compiled(self, model: nn.Module) -> Any:
+        return torch.compile(model, backend=self.backend)
+
     def optimizer(self, model: nn.Module) -> Optimizer:
         made = self.experiment.optimizer(model.parameters())
         for group in made.param_groups:
@@ -81,7 +86,7 @@ class Task:
             return 1.0
         return (schedule.factor if isinstance(schedule, Schedule) else schedule)(step, self.total_steps)
 
-    def loader(self) -> DataLoader[Any]:
+    def loader(self) -> Iterable[Any]:
         """Batches of the same samples in the same order as meshrun takes them."""
         order, steps = self.order, self.total_steps
         return DataLoader(

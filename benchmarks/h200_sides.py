@@ -1,0 +1,281 @@
+"""The sides that h200.py compares: each is a function that the side's own process calls.
+
+    SIDES["llama"]["fabric"](tiny=False)        # one update each time it is asked
+
+Peers train the models that their documentation trains (transformers' Llama and T5, torchvision's ResNet), with the
+loop that it shows (`meshrun.check.bench_peers`); bare torch trains this package's plain modules, as a user would. All
+have the same batches, optimizer, schedule and clipping. Weights are drawn where it is quickest, so first losses are
+alike and not the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshrun import Experiment, cross_entropy
+from meshrun.check import bench_peers as peers
+from meshrun.check.bench_task import Side, Task
+from meshrun.parallel.build import How
+from meshrun.parallel.placed import call
+from meshrun.recipes import images, llama, summarize
+
+CLASSES = 1000
+DEFAULTS = How(recompute="auto", compile=None, graphs=None)
+"""What `meshrun run` does when nothing is asked for."""
+
+
+def device_of(tiny: bool) -> torch.device:
+    return torch.device("cpu") if tiny else torch.device("cuda", 0)
+
+
+def task_of(kind: type[Task], experiment: Experiment, tiny: bool) -> Task:
+    # Real compiling takes minutes on a CPU: tiny runs only go through the motions.
+    backend = "eager" if tiny else "inductor"
+    how = replace(DEFAULTS, compile=False) if tiny else DEFAULTS
+    return kind(experiment, how, device_of(tiny), workers=0, backend=backend).lasting(1000)
+
+
+class Plain(Task):
+    """This package's module as a user of bare torch would train it: no kernel of meshrun's in it."""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            return self.experiment.model()
+
+    def loss(self, model: Callable[..., Any], step: int, inputs: Any, targets: Any) -> Tensor:
+        del step
+        outputs = call(model, inputs)  # type: ignore[arg-type]
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+
+class InBf16(Plain):
+    """All of it in bfloat16, weights and moments too."""
+
+    def model(self) -> nn.Module:
+        return super().model().to(torch.bfloat16)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+
+# Llama, a billion parameters
+
+
+def llama_experiment(tiny: bool, precision: str = "bf16") -> Experiment:
+    made = llama.experiment(preset="tiny", context=32, dropout=0.0) if tiny else llama.experiment(preset="1b")
+    return replace(made, batch=4 if tiny else 16, precision=precision, evals={}, after=None)
+
+
+class TransformersLlama(Task):
+    """https://huggingface.co/docs/transformers/tasks/language_modeling"""
+
+    def model(self) -> nn.Module:
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        with torch.device("meta"):
+            shape = self.experiment.model().shape  # type: ignore[union-attr]
+        assert isinstance(shape, llama.Shape)
+        named = {name: value for name, value in llama.hf_config(shape).items() if name != "architectures"}
+        config = LlamaConfig(**{**named, "use_cache": False})
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            made: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+        return made
+
+    def loss(self, model: Callable[..., Any], step: int, inputs: Any, targets: Any) -> Tensor:
+        del step, targets
+        loss: Tensor = model(input_ids=inputs, labels=inputs).loss
+        return loss
+
+
+# T5, of documents of 512 tokens summaries of 150
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Random pairs, all of the same length."""
+
+    vocabulary: int
+    document: int
+    summary: int
+    light = True
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Tensor], Tensor]:
+        drawn = torch.randint(2, self.vocabulary, (self.document + self.summary,), generator=_drawing(index))
+        document, summary = drawn.split((self.document, self.summary))
+        read = {"input_ids": document, "attention_mask": torch.ones_like(document, dtype=torch.bool)}
+        return {**read, "decoder_input_ids": torch.cat([summary.new_zeros(1), summary[:-1]])}, summary
+
+
+def _drawing(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def t5_experiment(tiny: bool) -> Experiment:
+    document, summary = (24, 10) if tiny else (512, 150)
+    preset = "tiny" if tiny else "base"
+    made = summarize.experiment(preset=preset, corpus="packages", document=document, summary=summary, pointer=False)
+    data = Documents(summarize.PRESETS[preset].vocabulary, document, summary)
+    changes: dict[str, Any] = {"train": data, "collate": None, "shuffle": "full", "evals": {}, "after": None}
+    return replace(made, **changes, batch=4 if tiny else 32, precision="bf16")
+
+
+class TransformersT5(Task):
+    """https://huggingface.co/docs/transformers/tasks/summarization"""
+
+    def model(self) -> nn.Module:
+        from transformers import T5Config, T5ForConditionalGeneration
+
+        with torch.device("meta"):
+            shape = self.experiment.model().shape  # type: ignore[union-attr]
+        assert isinstance(shape, summarize.Shape)
+        named = summarize.hf_config(shape)
+        config = T5Config(**{key: named[key] for key in named if key not in ("architectures", "model_type")})
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            return T5ForConditionalGeneration(config)
+
+    def loss(self, model: Callable[..., Any], step: int, inputs: Any, targets: Any) -> Tensor:
+        del step
+        mask = inputs["attention_mask"].long()
+        loss: Tensor = model(input_ids=inputs["input_ids"], attention_mask=mask, labels=targets).loss
+        return loss
+
+
+# ResNet-50 at 224 pixels
+
+
+class Pixels:
+    """Random images, all in memory."""
+
+    light = True
+
+    def __init__(self, length: int, size: int) -> None:
+        generator = _drawing(0)
+        self.images = torch.randint(0, 256, (length, 3, size, size), dtype=torch.uint8, generator=generator)
+        self.labels = torch.randint(CLASSES, (length,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.images[index], self.labels[index]
+
+    def batch_of(self, ids: list[int]) -> tuple[Tensor, Tensor]:
+        return self.images[ids], self.labels[ids]
+
+
+def resnet_experiment(tiny: bool) -> Experiment:
+    shape = replace(images.PRESETS["tiny" if tiny else "resnet50"], norm="batch", size=32 if tiny else 224)
+    batch = 8 if tiny else 256
+    return Experiment(
+        model=lambda: images.ResNet(shape, [str(number) for number in range(CLASSES)]),
+        train=Pixels(4 * batch, shape.size),
+        loss=cross_entropy,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+        batch=batch,
+        steps=1000,
+        precision="bf16",
+        segments=images.segments,
+    )
+
+
+class ReadyImages(Task):
+    """torchvision's network, on batches that are put together already: https://docs.pytorch.org/vision/stable/models"""
+
+    def model(self) -> nn.Module:
+        torch.manual_seed(0)
+        with torch.device(self.device):
+            try:
+                from torchvision.models import resnet50
+            except (ImportError, RuntimeError):  # the wheels do not fit every torch
+                return self.experiment.model()
+            return nn.Sequential(Scaled(), resnet50(num_classes=CLASSES))
+
+    def loader(self) -> Iterable[Any]:
+        data, batch = self.experiment.train, self.experiment.batch
+        assert isinstance(data, Pixels)
+        ready = list(zip(data.images.split(batch), data.labels.split(batch), strict=True))
+        if self.device.type == "cuda":
+            ready = [(inputs.pin_memory(), targets.pin_memory()) for inputs, targets in ready]
+        return Again(ready, self.total_steps)
+
+    def loss(self, model: Callable[..., Any], step: int, inputs: Any, targets: Any) -> Tensor:
+        del step
+        return F.cross_entropy(model(inputs), targets)
+
+
+class Scaled(nn.Module):
+    """Bytes to what the network expects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.tensor([0.485, 0.456, 0.406]).view(3, 1, 1))
+        self.register_buffer("deviation", torch.tensor([0.229, 0.224, 0.225]).view(3, 1, 1))
+
+    def forward(self, pixels: Tensor) -> Tensor:
+        return (pixels.float() / 255 - self.mean) / self.deviation
+
+
+@dataclass(frozen=True)
+class Again:
+    """Some batches, again and again."""
+
+    ready: list[Any]
+    steps: int
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(itertools.cycle(self.ready), self.steps)
+
+
+def _side(make: Callable[[Task], Side], kind: type[Task], experiment: Callable[[bool], Experiment], tiny: bool) -> Side:
+    return iter(make(task_of(kind, experiment(tiny), tiny)))
+
+
+EXPERIMENTS: dict[str, Callable[[bool], Experiment]] = {
+    "llama": llama_experiment,
+    "t5": t5_experiment,
+    "resnet": resnet_experiment,
+}
+float8 = partial(llama_experiment, precision="float8")
+SIDES: dict[str, dict[str, Callable[[bool], Side]]] = {
+    "llama": {
+        "meshrun": partial(_side, peers.meshrun, Task, llama_experiment),
+        "meshrun float8": partial(_side, peers.meshrun, Task, float8),
+        "bare bf16 compiled": partial(_side, peers.bare_compiled, InBf16, llama_experiment),
+        "bare autocast compiled": partial(_side, peers.bare_compiled, Plain, llama_experiment),
+        "fabric": partial(_side, peers.fabric, TransformersLlama, llama_experiment),
+        "fabric compile": partial(_side, peers.fabric_compile, TransformersLlama, llama_experiment),
+        "accelerate": partial(_side, peers.accelerate, TransformersLlama, llama_experiment),
+    },
+    "t5": {
+        "meshrun": partial(_side, peers.meshrun, Task, t5_experiment),
+        "bare compiled": partial(_side, peers.bare_compiled, Plain, t5_experiment),
+        "bare transformers compiled": partial(_side, peers.bare_compiled, TransformersT5, t5_experiment),
+        "lightning": partial(_side, peers.lightning, TransformersT5, t5_experiment),
+    },
+    "resnet": {
+        "meshrun": partial(_side, peers.meshrun, Task, resnet_experiment),
+        "bare compiled": partial(_side, peers.bare_compiled, ReadyImages, resnet_experiment),
+        "lightning": partial(_side, peers.lightning, ReadyImages, resnet_experiment),
+    },
+}
+"""Called with whether all is to be tiny."""
+PACKAGES = {"fabric": "lightning", "fabric compile": "lightning", "lightning": "lightning", "accelerate": "accelerate"}
