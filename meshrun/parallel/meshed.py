@@ -101,6 +101,7 @@ class Meshed:
         self._ties = _ties(here, self.held)
         self.trained = [each for each in self.held if each.parameter.requires_grad]
         self._holders_of: dict[tuple[bool, tuple[int, ...]], tuple[int, ...]] = {}
+        self.chosen: dict[str, Any] = {}
         self.shards = [self._shard(each) for each in self.trained]
         self.frozen = [self._shard(each) for each in self.held if not each.parameter.requires_grad]
         self._unused: set[str] | None = None
@@ -308,7 +309,7 @@ class Meshed:
             self._sums.end()
             assert self._reduced is not None
             self._sums = Overlapped(self._sources(), self._reduced)
-        if isinstance(self._sums, Overlapped):
+        if self._sums is not None:
             self._sums.begin()
 
     def _before_backward(self, _: nn.Module, last: bool) -> None:

@@ -68,11 +68,14 @@ class Counted:
     """Finds out in a first step whose gradients come in several parts: they are to be summed when all is computed."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
+        self._sources = list(sources)
+        self._hooks = [each.computed.register_post_accumulate_grad_hook(self._came) for each in sources]
+        self.begin()
+
+    def begin(self) -> None:
         self.last = False
         """Whether it is the last backward pass of the step that is going on."""
         self._times = Counter[nn.Parameter]()
-        self._sources = list(sources)
-        self._hooks = [each.computed.register_post_accumulate_grad_hook(self._came) for each in sources]
 
     def _came(self, computed: Any) -> None:
         self._times[computed] += self.last
@@ -118,7 +121,7 @@ class Overlapped:
             self._send([self.sources[each].taken() for each in self._buckets[len(self._sent)]])
 
     def _send(self, gradients: list[Tensor]) -> None:
-        flat = torch.cat([each.reshape(-1) for each in gradients])
+        flat = _flat(gradients)
         self._sent.append((_begun(flat, self.group), flat))
 
     def finish(self) -> None:
@@ -138,12 +141,19 @@ def summed(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     sent: list[tuple[dist.Work, Tensor, list[Tensor]]] = []
     for bucket in _bucketed(gradients):
         tensors = [gradients[number] for number in bucket]
-        flat = torch.cat([each.reshape(-1) for each in tensors])
+        flat = _flat(tensors)
         sent.append((_begun(flat, group), flat, tensors))
     for work, flat, tensors in sent:
         work.wait()
         for one, total in zip(tensors, flat.split([each.numel() for each in tensors]), strict=True):
             one.copy_(total.view_as(one))
+
+
+def _flat(gradients: list[Tensor]) -> Tensor:
+    """Several gradients as one; one that fills a bucket alone is summed where it is."""
+    if len(gradients) == 1 and type(gradients[0]) is Tensor:
+        return gradients[0].reshape(-1)
+    return torch.cat([each.reshape(-1) for each in gradients])
 
 
 def _begun(flat: Tensor, group: dist.ProcessGroup) -> dist.Work:
