@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -54,7 +55,7 @@ class RunConfig:
     scale_lr: bool = option(False, "Scale learning rates with a changed --batch (linear scaling rule).")
     micro: int | None = option(None, "Most samples that a rank computes at once; the rest is accumulated.")
     seed: int | None = option(None, "Decides initial weights and the order of samples.")
-    clip: float | None = option(None, "Largest norm of the global gradient.")
+    clip: float | None = option(None, "Largest norm of the global gradient; inf for none.")
     precision: Literal["fp32", "bf16", "float8"] | None = option(
         None, "bf16 computes in bfloat16 with fp32 weights kept; float8 also has linear layers in 8 bits."
     )
@@ -139,11 +140,14 @@ class RunConfig:
 
     def to_json(self) -> dict[str, Any]:
         values = {name.name: getattr(self, name.name) for name in dataclasses.fields(self)}
-        return {**values, "runs": str(self.runs), "data": str(self.data), "arguments": list(self.arguments)}
+        clip = "inf" if self.clip == math.inf else self.clip  # JSON has no such number
+        words = {"runs": str(self.runs), "data": str(self.data), "arguments": list(self.arguments)}
+        return {**values, "clip": clip, **words}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunConfig:
         data = Path(values.get("data", DATA))  # absent in what was written before there was such a folder
+        values = {**values, "clip": math.inf} if values.get("clip") == "inf" else values
         return cls(**{**values, "runs": Path(values["runs"]), "data": data, "arguments": tuple(values["arguments"])})
 
 

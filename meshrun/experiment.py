@@ -190,6 +190,8 @@ class Experiment:
             raise UserError(f"epochs is {self.epochs!r}; it must be above 0 (--epochs)")
         if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
             raise UserError(f"clip is {self.clip!r}; it must be above 0, or absent (--clip)")
+        if self.clip == math.inf:  # how the command line says that a recipe's clipping is not wanted
+            object.__setattr__(self, "clip", None)
         for name in ("augment", "after"):
             if getattr(self, name) is not None and not callable(getattr(self, name)):
                 raise UserError(f"{name} is {_described(getattr(self, name))}; it must be a function")

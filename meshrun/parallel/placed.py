@@ -211,7 +211,8 @@ def norms(gradients: list[Tensor]) -> Tensor:
         return torch.stack(_norms_on_device(gradients)).double()
     # On a CPU norms are added up in the order of memory: that of a large gradient would be off by 1e-5, and otherwise
     # on shards. Sums are added up in pairs.
-    return torch.stack([each.square().sum() for each in gradients]).double().sqrt()
+    wide = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in gradients]
+    return torch.stack([each.square().sum() for each in wide]).double().sqrt()
 
 
 def _norms_on_device(gradients: list[Tensor]) -> list[Tensor]:

@@ -44,6 +44,7 @@ from meshrun.train.bad_samples import BadSamples
 from meshrun.train.bad_steps import Policy, Verdict
 from meshrun.train.data_wait import Tally
 from meshrun.train.evaluate import Scores, evaluate
+from meshrun.train.in_backward import refuse_in_backward
 from meshrun.train.keeper import Keeper
 from meshrun.train.optim import make, refuse_unless_by_element, set_learning_rate
 from meshrun.train.recovery import Keeping
@@ -120,6 +121,7 @@ class Trainer:
             torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
         how = how or How()
         _refuse_settings(experiment, self.here.layout, how)
+        refuse_in_backward(experiment, self.here.layout, how, inspect is not None, self.policy.looks_first)
         self.placed = build(experiment, self.here, how)
         self.reading = Reading(
             cut=Cut(experiment.micro, **asdict(self.placed.cutting)),
@@ -171,6 +173,7 @@ class Trainer:
             graphs.recorder_on(device) if why is None else None,
             how.graphs,
             lambda text: self.tell("note", text=text),
+            how.update_in_backward,
         )
 
     def resume(self) -> dict[str, Any] | None:
@@ -399,6 +402,7 @@ def refuse(experiment: Experiment, layout: Layout, how: How) -> None:
 def _refuse_settings(experiment: Experiment, layout: Layout, how: How) -> None:
     """What can be told without the model, which `build` asks itself."""
     refuse_how(experiment, layout, how)
+    refuse_in_backward(experiment, layout, how, shown=False, looks_first=False)
     if layout.fsdp * layout.tp > 1:
         refuse_unless_by_element(experiment.optimizer, str(layout))
 

@@ -30,6 +30,7 @@ from meshrun.experiment import Loss
 from meshrun.mesh import Here
 from meshrun.parallel.placed import Asked, Outcome, Piece, Placed, nobody
 from meshrun.train.graphs import Graphed, Recorder
+from meshrun.train.in_backward import InBackward
 from meshrun.train.optim import clipped_now, clipped_on_device, norm_now, norm_on_device
 from meshrun.train.states import EightBit, Kept
 from meshrun.train.update import Plain, Update, fastest, scale
@@ -63,9 +64,14 @@ class Stepper:
     """Where steps may be recorded and replayed; `graphs` None leaves it to how long they take."""
     graphs: bool | None = None
     note: Callable[[str], None] = lambda _: None
+    in_backward: bool = False
+    """Whether weights change while gradients are computed."""
 
     def __call__(self, data: StepData) -> list[float] | Tensor:
         """Do one update; returns `Update.values`, on a GPU as a tensor."""
+        if self.in_backward:
+            given = data.step, self.pieces(data), len(data.ids), self._loss, self.asked, self.updating
+            return self.changing_at_once(*given)
         if self.recorder is not None:
             return self.apply(data.step, *self._replayed(data))
         values, factor = self.weigh(self.compute(data), len(data.ids))
@@ -75,6 +81,10 @@ class Stepper:
     def graphed(self) -> Graphed:
         assert self.recorder is not None
         return Graphed(self._scaled, self.placed, self.here.device, self.recorder, self.graphs, self.note)
+
+    @cached_property
+    def changing_at_once(self) -> InBackward:
+        return InBackward(self.here, self.placed, self.optimizer, self.update)
 
     def _replayed(self, data: StepData) -> tuple[Tensor, float | Tensor]:
         """What `weigh` returns, from a recording where there is one."""

@@ -11,6 +11,7 @@ from the bf16 gradient. They then keep their state as torch's own fused form doe
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from meshrun.kernels.adamw import adamw_many_
 from meshrun.kernels.here import available
-from meshrun.parallel.masters import spread
+from meshrun.parallel.masters import collect, spread
 from meshrun.parallel.placed import Placed, Shard
 
 
@@ -32,6 +33,9 @@ class Update(Protocol):
 
     def __call__(self, factor: float | Tensor) -> None:
         """Change the weights; `factor` is a number, or on a GPU a tensor that the host does not look at."""
+
+    def change(self, shards: Sequence[Shard], group: dict[str, Any], factor: float | Tensor) -> None:
+        """Change these weights alone, of one group of the optimizer, where they have gradients."""
 
     def forget(self) -> None:
         """Let go of all gradients."""
@@ -60,6 +64,17 @@ class Plain:
         if self.copied:
             spread(self.copied)
 
+    def change(self, shards: Sequence[Shard], group: dict[str, Any], factor: float | Tensor) -> None:
+        collect(shards)
+        scale([each.parameter.grad for each in shards if each.parameter.grad is not None], factor)
+        groups, everyone = self.optimizer.param_groups, group["params"]
+        try:
+            self.optimizer.param_groups, group["params"] = [group], [each.parameter for each in shards]
+            self.optimizer.step()
+        finally:
+            self.optimizer.param_groups, group["params"] = groups, everyone
+        spread(shards)
+
     def forget(self) -> None:
         self.placed.collect()
         self.optimizer.zero_grad()
@@ -83,32 +98,36 @@ class InOnePass:
     def gradients(self) -> list[Tensor]:
         return [each.gradient for each in self.placed.shards if each.gradient is not None]
 
-    @torch.no_grad()
     def __call__(self, factor: float | Tensor) -> None:
-        copies = {each.parameter: (each.copy, each.gradient) for each in self.placed.shards}
+        shards = {each.parameter: each for each in self.placed.shards}
         for group in self.optimizer.param_groups:
-            used = [each for each in group["params"] if copies[each][1] is not None]
-            states = [self._state(each) for each in used]
-            self._count(used, states)
-            by_step: dict[int, list[int]] = {}
-            for place, each in enumerate(used):
-                by_step.setdefault(self._counts[each][1], []).append(place)
-            for step, places in by_step.items():
-                self._change(
-                    [used[place] for place in places],
-                    [copies[used[place]][1] for place in places],
-                    [states[place]["exp_avg"] for place in places],
-                    [states[place]["exp_avg_sq"] for place in places],
-                    [copies[used[place]][0] for place in places],
-                    factor=factor.float() if isinstance(factor, Tensor) else factor,
-                    lr=group["lr"],
-                    beta1=group["betas"][0],
-                    beta2=group["betas"][1],
-                    eps=group["eps"],
-                    weight_decay=group["weight_decay"],
-                    step=step,
-                    decoupled=_is_decoupled(self.optimizer, group),
-                )
+            self.change([shards[each] for each in group["params"]], group, factor)
+
+    @torch.no_grad()
+    def change(self, shards: Sequence[Shard], group: dict[str, Any], factor: float | Tensor) -> None:
+        used = [(each, gradient) for each in shards if (gradient := each.gradient) is not None]
+        parameters = [each.parameter for each, _ in used]
+        states = [self._state(each) for each in parameters]
+        self._count(parameters, states)
+        by_step: dict[int, list[int]] = {}
+        for place, each in enumerate(parameters):
+            by_step.setdefault(self._counts[each][1], []).append(place)
+        for step, places in by_step.items():
+            self._change(
+                [parameters[place] for place in places],
+                [used[place][1] for place in places],
+                [states[place]["exp_avg"] for place in places],
+                [states[place]["exp_avg_sq"] for place in places],
+                [used[place][0].copy for place in places],
+                factor=factor.float() if isinstance(factor, Tensor) else factor,
+                lr=group["lr"],
+                beta1=group["betas"][0],
+                beta2=group["betas"][1],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                step=step,
+                decoupled=_is_decoupled(self.optimizer, group),
+            )
 
     def _change(self, *tensors: Any, **numbers: Any) -> None:
         adamw_many_(*tensors, **numbers)
