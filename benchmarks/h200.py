@@ -36,8 +36,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from common import print_table
-from h200_sides import EXPERIMENTS, PACKAGES, SIDES, device_of
+from h200_sides import EXPERIMENTS, PACKAGES, SIDES, device_of, imports_of
 
 from meshrun.check.bench_count import count
 from meshrun.check.bench_rank import tokens_of
@@ -131,13 +132,14 @@ def in_turns(part: str, options: argparse.Namespace) -> tuple[dict[str, Taken], 
     """All sides of a part after their turns, and what the step consists of."""
     sides = SIDES[part]
     wanted = options.sides.split(",") if options.sides else list(sides)
-    missing = {name: package for name, package in PACKAGES.items() if importlib.util.find_spec(package) is None}
+    missing = [name for name, package in PACKAGES.items() if importlib.util.find_spec(package) is None]
     chosen = [name for name in sides if (name in wanted or name == "meshrun") and name not in missing]
     device = device_of(options.tiny)
-    with Process() as process:
+    with Process(device) as process:
         about: dict[str, Any] = process.ask(about_of, part, options.tiny)
     entries = [
-        Entry(name, partial(sides[name], tiny=options.tiny), about["batch"], PACKAGES.get(name)) for name in chosen
+        Entry(name, partial(sides[name], tiny=options.tiny), about["batch"], imports_of(part, name, options.tiny))
+        for name in chosen
     ]
     say: Callable[[str], None] = lambda text: print(f"{part}: {text}", file=sys.stderr, flush=True)  # noqa: E731
     return take_turns(entries, options.rounds, options.steps, device, options.warm_up, say), about
@@ -150,7 +152,7 @@ def about_of(part: str, tiny: bool) -> dict[str, Any]:
     return {
         "batch": experiment.batch,
         "tokens": tokens_of(experiment.train[0][0]),
-        "flops": count(experiment, device).flops,
+        "flops": count(experiment, torch.device("cpu")).flops,
         "peak": measured(device, "bf16").products,
     }
 

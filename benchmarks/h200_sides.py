@@ -279,3 +279,16 @@ SIDES: dict[str, dict[str, Callable[[bool], Side]]] = {
 }
 """Called with whether all is to be tiny."""
 PACKAGES = {"fabric": "lightning", "fabric compile": "lightning", "lightning": "lightning", "accelerate": "accelerate"}
+MODELS = {
+    "llama": "transformers.models.llama.modeling_llama",
+    "t5": "transformers.models.t5.modeling_t5",
+    "resnet": "torch",
+}
+
+
+def imports_of(part: str, side: str, tiny: bool) -> tuple[str, ...]:
+    """What a side imports before its start is timed."""
+    of_peer = (PACKAGES[side], MODELS[part]) if side in PACKAGES else ()
+    of_model = (MODELS[part],) if "transformers" in side else ()
+    compiles = "compile" in side or (side.startswith("meshrun") and not tiny)
+    return (*of_peer, *of_model, *(peers.COMPILER if compiles else ()))

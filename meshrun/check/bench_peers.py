@@ -23,6 +23,8 @@ from meshrun.check.bench_task import OwnLoop, Side, Task
 from meshrun.data.feed import to_device
 from meshrun.train.loop import Trainer
 
+COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
+
 
 @dataclass(frozen=True)
 class Peer:
@@ -35,6 +37,11 @@ class Peer:
     compiles: bool = False
     unfit: str | None = None
     """Why it cannot train this, even where it is importable."""
+
+    @property
+    def packages(self) -> tuple[str, ...]:
+        """What is imported before its start is timed."""
+        return (*((self.package,) if self.package else ()), *(COMPILER if self.compiles else ()))
 
     @property
     def missing(self) -> str | None:

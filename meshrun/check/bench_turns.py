@@ -6,7 +6,8 @@
 A process of its own keeps what one side switches on (kernels, caches, patches) away from the others. Rounds alternate,
 in an order that is drawn anew each time, and a ratio is the median over rounds of one side's rate over the other's in
 the same round: a machine that is slower for a while is so for all. On a GPU a side gives the memory that it does not
-hold for good back after its turn; where even that is too much for all sides together, some are let go and built again.
+hold for good back after its turn; where even that is too much for all sides together, those that are soon built again
+are let go, and sides of like hunger come one after the other.
 """
 
 from __future__ import annotations
@@ -32,10 +33,10 @@ import torch
 from meshrun.check.bench_task import Side
 
 PRELOADED = ["meshrun.check.bench_peers", "torch._dynamo"]
-"""What every side needs: imported once, in the process that all of them are forks of."""
+"""What every side needs: on a CPU imported once, in the process that all of them are forks of."""
 COMPARED = 3
 """First losses that must agree."""
-FULL = 0.92
+FULL = 0.93
 """Of a GPU's memory that sides may take together; the rest is for what is no tensor."""
 
 
@@ -48,7 +49,7 @@ class Entry:
     """Called in the side's process, so it must pickle."""
     samples: int
     """Of one update."""
-    package: str | None = None
+    packages: tuple[str, ...] = ()
     """What it needs to import, which is not counted as its start."""
 
 
@@ -121,15 +122,23 @@ def apart(one: Built, other: Built) -> float:
     return max((abs(a - b) / max(abs(a), 1e-12) for a, b in pairs), default=0.0)
 
 
-def to_be_let_go(wanted: int, held: dict[str, int], total: int) -> list[str]:
-    """Which sides must go so that another can take so much of the memory: those that hold most, no more than needed."""
-    going = []
-    for name in sorted(held, key=lambda each: -held[each]):
+def to_be_let_go(wanted: int, held: dict[str, int], cost: dict[str, float], total: int) -> list[str]:
+    """Which sides must go so that another can take so much of the memory: no more than needed, and first those whose
+    memory costs least to fill again."""
+    going: list[str] = []
+    for name in sorted((each for each in held if held[each]), key=lambda each: cost[each] / held[each]):
         if wanted + sum(size for each, size in held.items() if each not in going) <= FULL * total:
             break
-        if held[name]:
-            going.append(name)
+        going.append(name)
     return going
+
+
+def in_order(peaks: dict[str, int], held: dict[str, int], total: int, number: int) -> list[str]:
+    """Who comes after whom in a round: drawn where all fit together, else by hunger, up and down in turns."""
+    names = list(peaks)
+    if max(peaks.values(), default=0) + sum(held.values()) <= FULL * total:
+        return random.Random(number).sample(names, len(names))
+    return sorted(names, key=lambda name: peaks[name], reverse=number % 2 == 0)
 
 
 def take_turns(
@@ -152,7 +161,10 @@ def take_turns(
             say(f"{side.entry.name}: {how}")
         for number in range(rounds):
             say(f"round {number + 1} of {rounds}")
-            for side in random.Random(number).sample(sides, len(sides)):
+            peaks = {side.entry.name: side.peak for side in sides}
+            held = {side.entry.name: side.held for side in sides}
+            for name in in_order(peaks, held, total, number):
+                side = next(each for each in sides if each.entry.name == name)
                 _with_room(side, sides, total, lambda side: side.turn(steps, warm_up))
         return {side.entry.name: side.taken for side in sides}
 
@@ -164,10 +176,10 @@ def _with_room(side: _Side, sides: list[_Side], total: int, act: Callable[[_Side
     others = {each.entry.name: each for each in sides if each is not side}
     if total:
         # What is not known yet is as much as the hungriest so far.
-        known = [each.taken.built.peak for each in sides if each.taken.built is not None]
-        wanted = side.taken.built.peak if side.taken.built is not None else max(known, default=0)
+        wanted = side.peak or max(each.peak for each in sides)
         held = {name: each.held for name, each in others.items()}
-        for name in to_be_let_go(wanted, held, total):
+        cost = {name: each.taken.built.first_step_s if each.taken.built else 0.0 for name, each in others.items()}
+        for name in to_be_let_go(wanted, held, cost, total):
             others[name].let_go()
     for last in (False, True):
         try:
@@ -197,9 +209,11 @@ class OutOfMemory(SideFailed):
 class Process:
     """Another process, which calls what it is asked to."""
 
-    def __init__(self) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
+    def __init__(self, device: torch.device) -> None:
+        # Forks are soon there, but CUDA does not survive one: there every process is a new one.
+        context: Any = multiprocessing.get_context("spawn" if device.type == "cuda" else "forkserver")
+        if device.type == "cpu":
+            context.set_forkserver_preload(PRELOADED)
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self._process.start()
@@ -212,7 +226,7 @@ class Process:
 
     def __exit__(self, *_: object) -> None:
         self._pipe.close()
-        self._process.join(10.0)
+        self._process.join(5.0)
         if self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -244,10 +258,14 @@ class _Side(Process):
     """A side in its process."""
 
     def __init__(self, entry: Entry, device: torch.device) -> None:
-        super().__init__()
+        super().__init__(device)
         self.entry, self.device = entry, device
         self.taken = Taken(entry)
         self._is_built = False
+
+    @property
+    def peak(self) -> int:
+        return self.taken.built.peak if self.taken.built is not None else 0
 
     @property
     def held(self) -> int:
@@ -255,7 +273,7 @@ class _Side(Process):
 
     def prepare(self) -> None:
         """Import what it needs, beside the other sides."""
-        self.begin(_imported, self.entry.package)
+        self.begin(_imported, self.entry.packages)
 
     def build(self, warm_up: int) -> None:
         built = self.ask(_build, self.entry.make, self.device, max(warm_up, COMPARED))
@@ -310,8 +328,8 @@ class _Own:
 _own = _Own()
 
 
-def _imported(package: str | None) -> None:
-    if package is not None:
+def _imported(packages: tuple[str, ...]) -> None:
+    for package in packages:
         importlib.import_module(package)
 
 

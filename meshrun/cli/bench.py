@@ -181,11 +181,11 @@ def _device_of(config: RunConfig) -> torch.device:
 def _measured(asked: Asked, names: list[str], rounds: int) -> tuple[About, dict[str, Taken]]:
     """Have every side take its turns."""
     from meshrun.check import bench_turns
-    from meshrun.check.bench_peers import PEERS
+    from meshrun.check.bench_peers import COMPILER, PEERS
 
     config, steps = asked.config, asked.beyond["steps"]
     device, needed = _device_of(config), (steps + 8) * (rounds + 1)
-    with bench_turns.Process() as process:
+    with bench_turns.Process(device) as process:
         try:
             about: About = process.ask(_about, config, device)
         except bench_turns.SideFailed as error:
@@ -197,7 +197,7 @@ def _measured(asked: Asked, names: list[str], rounds: int) -> tuple[About, dict[
             name,
             functools.partial(_side, config, device, name, needed),
             about.batch,
-            PEERS[name].package if name in PEERS else None,
+            PEERS[name].packages if name in PEERS else COMPILER if device.type == "cuda" else (),
         )
         for name in names
     ]
@@ -239,6 +239,7 @@ def _task(config: RunConfig, device: torch.device) -> Task:
 
 def _about(config: RunConfig, device: torch.device) -> About | str:
     """In a process of its own: what the training is, and what the device can do; a text for what cannot be trained."""
+    import torch
     from torch import nn
 
     from meshrun.check.bench_count import count
@@ -256,10 +257,13 @@ def _about(config: RunConfig, device: torch.device) -> About | str:
     ids = task.order.batch_ids(0).tolist()[:32]
     tokens = sum(tokens_of(experiment.train[number][0]) for number in ids) / len(ids)
     counts, uncounted = None, ""
-    try:
-        counts = count(experiment, device)
-    except Exception as error:  # a model that must see numbers: all else can be measured
-        uncounted = f"the step cannot be counted without values: {type(error).__name__}: {str(error).splitlines()[0]}"
+    for where in dict.fromkeys((device, torch.device("cpu"))):  # kernels of a GPU may want real tensors
+        try:
+            counts = count(experiment, where)
+            break
+        except Exception as error:  # a model that must see numbers: all else can be measured
+            why = str(error).partition("\n")[0]
+            uncounted = f"the step cannot be counted without values: {type(error).__name__}: {why}"
     return About(
         experiment.batch, tokens, experiment.precision, draws, counts, uncounted, measured(device, experiment.precision)
     )

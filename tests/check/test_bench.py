@@ -25,7 +25,7 @@ from meshrun.check.bench_peers import MESHRUN, PEERS
 from meshrun.check.bench_rank import fitted, measured, tokens_of
 from meshrun.check.bench_roofline import Device, sentence, shares_of
 from meshrun.check.bench_task import OwnLoop, Task
-from meshrun.check.bench_turns import Built, Entry, Taken, Turn, ratios, take_turns, to_be_let_go
+from meshrun.check.bench_turns import Built, Entry, Taken, Turn, in_order, ratios, take_turns, to_be_let_go
 from meshrun.cli.bench import _document, bench_command
 from meshrun.errors import UserError
 from meshrun.layout import parse
@@ -134,7 +134,7 @@ def test_sides_take_turns_in_processes_of_their_own():
         Entry("slow", functools.partial(counting, 0.02), samples=4),
         Entry("fast", functools.partial(counting, 0.005), samples=4),
         Entry("broken", functools.partial(counting, 0.0, fails=True), samples=4),
-        Entry("absent", functools.partial(counting, 0.0), samples=4, package="no_such_package"),
+        Entry("absent", functools.partial(counting, 0.0), samples=4, packages=("no_such_package",)),
     ]
     taken = take_turns(entries, rounds=3, steps=5, device=CPU)
     assert len(taken["slow"].turns) == len(taken["fast"].turns) == 3
@@ -146,12 +146,20 @@ def test_sides_take_turns_in_processes_of_their_own():
     assert ratios(taken["fast"], taken["broken"]) is None
 
 
-def test_memory_is_made_by_those_that_hold_most_and_no_more_than_needed():
-    held = {"a": 10, "b": 30, "c": 0}
-    assert to_be_let_go(40, held, 100) == []
-    assert to_be_let_go(60, held, 100) == ["b"]
-    assert to_be_let_go(90, held, 100) == ["b", "a"]
-    assert to_be_let_go(900, held, 100) == ["b", "a"]
+def test_memory_is_made_by_those_that_are_soon_built_again_and_no_more_than_needed():
+    held, cost = {"a": 10, "b": 30, "c": 0}, {"a": 5.0, "b": 6.0, "c": 1.0}
+    assert to_be_let_go(40, held, cost, 100) == []
+    assert to_be_let_go(60, held, cost, 100) == ["b"]
+    assert to_be_let_go(60, held, cost | {"a": 1.0}, 100) == ["a"]
+    assert to_be_let_go(90, held, cost, 100) == ["b", "a"]
+    assert to_be_let_go(900, held, cost, 100) == ["b", "a"]
+
+
+def test_the_order_is_drawn_anew_each_round_where_all_fit_and_else_by_hunger():
+    peaks, held = {"a": 10, "b": 30, "c": 20}, {"a": 1, "b": 1, "c": 1}
+    assert len({tuple(in_order(peaks, held, 100, number)) for number in range(8)}) > 2
+    assert in_order(peaks, held, 30, 0) == ["b", "c", "a"]
+    assert in_order(peaks, held, 30, 1) == ["a", "c", "b"]
 
 
 def taken(name: str, losses: list[float], seconds: float = 1.0) -> Taken:
@@ -328,7 +336,7 @@ def test_peers_that_are_not_there_are_told(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_no_process_is_left_behind():
-    with bench_turns.Process() as process:
+    with bench_turns.Process(CPU) as process:
         pid = process.ask(os.getpid)
         assert pid != os.getpid()
     with pytest.raises(ProcessLookupError):
