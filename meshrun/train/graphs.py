@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -30,22 +30,26 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from meshrun.parallel.placed import Piece, Placed, norms
+from meshrun.train.branches import on_streams
 from meshrun.train.state import Drawn, draw_on
 
 Compute = Callable[[int, list[Piece], int], Any]
 """(step, pieces, samples) -> numbers, as tensors in any structure; gradients are left in `.grad`."""
 Note = Callable[[str], None]
+Looks = tuple[list[float], list[float]]
+"""The numbers of a step, and the norm of each gradient."""
 
 FIRST = 3
 """Steps of one form that are computed as always before one is recorded."""
 FORMS = 32
 """Of batches that may come before one of them has come that often."""
-SHORT = 0.020
-"""Seconds: of a longer step, starting its kernels is no part worth a word."""
+SHORT, LONG = 0.020, 0.200
+"""Seconds: of a longer step, starting its kernels is no part worth a word, unless the device waits for the host."""
 ENOUGH = 50
 """Steps that a training must have: recording one costs as much as some."""
 CHECK_EVERY = 2000
 """Replayed steps between two comparisons."""
+OTHER_NUMBERS = "a recorded step gives other numbers than the step itself"
 LIKE = 2e-3
 """Relative difference of numbers that count as the same: some kernels add up in an order of their own each time."""
 
@@ -78,8 +82,11 @@ class Recorder(Protocol):
     def aside(self) -> AbstractContextManager[None]:
         """Around what is computed as always, in the place where it will be recorded."""
 
-    def record(self, body: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """What `body` returns, whose tensors have no values yet, and what gives them and all else their values."""
+    def record(self, body: Callable[[], Any], branches: bool) -> tuple[Any, Callable[[], None]]:
+        """What `body` returns, whose tensors have no values yet, and what gives them and all else their values.
+
+        With `branches`, what does not depend on each other may be done at the same time.
+        """
 
     def wait(self) -> None:
         """Until the device has done all that it was told."""
@@ -91,9 +98,11 @@ class CudaRecorder:
 
     device: torch.device
     stream: torch.cuda.Stream = field(init=False)
+    second: torch.cuda.Stream = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "stream", torch.cuda.Stream(self.device))
+        object.__setattr__(self, "second", torch.cuda.Stream(self.device))
 
     @contextmanager
     def aside(self) -> Iterator[None]:
@@ -103,14 +112,17 @@ class CudaRecorder:
             yield
         computing.wait_stream(self.stream)
 
-    def record(self, body: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    def record(self, body: Callable[[], Any], branches: bool) -> tuple[Any, Callable[[], None]]:
         graph = torch.cuda.CUDAGraph()
         number = torch.cuda.current_device() if self.device.index is None else self.device.index
         generator = torch.cuda.default_generators[number]
         before = generator.clone_state()
         try:
             # Only of this thread: another one copies the next batches meanwhile.
-            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"):
+            with (
+                torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"),
+                on_streams(self.stream, self.second) if branches else nullcontext(),
+            ):
                 found = body()
         except BaseException:
             # A recording that breaks off leaves the generator in the belief that it is still being recorded.
@@ -130,6 +142,17 @@ def recorder_on(device: torch.device) -> Recorder | None:
 def refused(why: str) -> str:
     """What the user is told."""
     return f"steps are not replayed as CUDA graphs: {why} (--graphs)"
+
+
+def is_short(begun: float, done: float) -> bool:
+    """Whether replaying a step pays: the host had started all of it after so many seconds, and the device done it."""
+    return done <= SHORT or (done <= LONG and begun > 0.8 * done)
+
+
+def has_branches(placed: Placed) -> bool:
+    """Whether a step has what can be done at the same time: see `branches`. Compiled code goes its own way."""
+    compiled = getattr(placed, "chosen", {}).get("compile", False)
+    return not compiled and any(isinstance(each, nn.Conv1d | nn.Conv2d | nn.Conv3d) for each in placed.model.modules())
 
 
 class Unfit(Exception):
@@ -268,7 +291,13 @@ class Graphed:
         self._replayed += 1
         if self._replayed % CHECK_EVERY:
             return recording(tensors)
-        return self._compared(recording, Before(self._placed, self._device), None, tensors, step, pieces, samples)
+        before = Before(self._placed, self._device)
+        expected = self._looked_at(self._as_always(step, pieces, samples))
+        found = self._compared(recording, before, expected, tensors)
+        if found is not None:
+            return found
+        before.restore()
+        return self._give_up(OTHER_NUMBERS, step, pieces, samples)
 
     def _before_it(self, form: Form, tensors: list[Tensor], step: int, pieces: list[Piece], samples: int) -> Any:
         """One of the first steps, or the one that is recorded."""
@@ -282,8 +311,9 @@ class Graphed:
             self._recorder.wait()
             began = time.perf_counter()
             found = self._as_always(step, pieces, samples)
+            begun = time.perf_counter() - began
             self._recorder.wait()
-            self._over = self._wanted is None and time.perf_counter() - began > SHORT
+            self._over = self._wanted is None and not is_short(begun, time.perf_counter() - began)
             return found
         return self._recorded(form, tensors, step, pieces, samples)
 
@@ -297,51 +327,44 @@ class Graphed:
             return found
         expected = self._looked_at(found)
         del found
+        for branches in (True, False) if has_branches(self._placed) else (False,):
+            self._clear()
+            try:
+                recording = self._record(form, tensors, step, pieces, samples, branches)
+            except Exception as error:
+                why = f"it cannot be recorded ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
+                continue
+            why = OTHER_NUMBERS
+            found = self._compared(recording, before, expected, tensors)
+            if found is not None:
+                self._recording = recording
+                return found
+        assert why is not None
         before.restore()
-        self._clear()
-        try:
-            recording = self._record(form, tensors, step, pieces, samples)
-        except Exception as error:
-            before.restore()
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            return self._give_up(f"it cannot be recorded ({first})", step, pieces, samples)
-        self._recording = recording
-        return self._compared(recording, before, expected, tensors, step, pieces, samples)
+        return self._give_up(why, step, pieces, samples)
 
-    def _record(self, form: Form, tensors: list[Tensor], step: int, pieces: list[Piece], samples: int) -> Recording:
+    def _record(
+        self, form: Form, tensors: list[Tensor], step: int, pieces: list[Piece], samples: int, branches: bool
+    ) -> Recording:
         inputs = [each.clone() for each in tensors]
         own = iter(inputs)
         leaves, structure = tree_flatten([(each.inputs, each.targets) for each in pieces])
         static = tree_unflatten([next(own) if isinstance(each, Tensor) else each for each in leaves], structure)
         held = [replace(each, inputs=pair[0], targets=pair[1]) for each, pair in zip(pieces, static, strict=True)]
-        found, replay = self._recorder.record(lambda: self._compute(step, held, samples))
+        found, replay = self._recorder.record(lambda: self._compute(step, held, samples), branches)
         gradients = [(each, each.grad) for each in self._parameters() if each.grad is not None]
         if not gradients:
             raise Unfit("it leaves no gradients")
         return Recording(form, inputs, found, gradients, replay)
 
-    def _compared(
-        self,
-        recording: Recording,
-        before: Before,
-        expected: tuple[list[float], list[float]] | None,
-        tensors: list[Tensor],
-        step: int,
-        pieces: list[Piece],
-        samples: int,
-    ) -> Any:
-        """What the recording computes, if that is `expected`, which is computed as always where nobody has done it."""
-        if expected is None:
-            expected = self._looked_at(self._as_always(step, pieces, samples))
+    def _compared(self, recording: Recording, before: Before, expected: Looks, tensors: list[Tensor]) -> Any:
+        """What a recording computes if that is what was `expected`, else None."""
         before.restore()
         found = recording(tensors)
         replayed = self._looked_at(found)
-        if alike(expected[0], replayed[0]) and alike(expected[1], replayed[1]):
-            return found
-        before.restore()
-        return self._give_up("a recorded step gives other numbers than the step itself", step, pieces, samples)
+        return found if alike(expected[0], replayed[0]) and alike(expected[1], replayed[1]) else None
 
-    def _looked_at(self, found: Any) -> tuple[list[float], list[float]]:
+    def _looked_at(self, found: Any) -> Looks:
         """The numbers of a step, and the norm of each gradient; the host waits for them."""
         numbers = [each.detach().double().flatten() for each in tree_leaves(found) if isinstance(each, Tensor)]
         gradients = [each.grad for each in self._parameters() if each.grad is not None]

@@ -37,13 +37,16 @@ class Closure:
         self.wrong_from = math.inf
         """Replays from which on the numbers are others."""
         self.error: Exception | None = None
+        self.only_branches = False
+        self.recorded: list[bool] = []
 
     @contextmanager
     def aside(self) -> Iterator[None]:
         yield
 
-    def record(self, body: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        if self.error is not None:
+    def record(self, body: Callable[[], Any], branches: bool) -> tuple[Any, Callable[[], None]]:
+        self.recorded.append(branches)
+        if self.error is not None and (branches or not self.only_branches):
             raise self.error
         found = body()
         gradients = [(each, each.grad) for each in self.parameters() if each.grad is not None]
@@ -266,6 +269,7 @@ def test_long_steps_are_not_recorded_unless_that_is_asked_for(
     alone: Here, closure: Closure, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(graphs, "SHORT", 0.0)
+    monkeypatch.setattr(graphs, "LONG", 0.0)
     for wanted, replays in ((None, 0), (True, 57)):
         trainer, notes = replaying(closure, small(21, 7, steps=60), alone, how=How(graphs=wanted))
         trained(trainer)
@@ -286,6 +290,22 @@ def test_batches_that_are_all_different_are_not_recorded(alone: Here, closure: C
     trainer, notes = replaying(closure, experiment, alone)
     assert difference(trained(trainer), trained(eager(experiment, alone))) < 1e-6
     assert closure.replays == 0 and notes == [graphs.refused("hardly any batch has the form of another")]
+
+
+def test_a_step_is_short_or_the_device_waits_for_the_host():
+    assert graphs.is_short(0.001, 0.019) and graphs.is_short(0.09, 0.1)
+    assert not graphs.is_short(0.01, 0.1) and not graphs.is_short(0.9, 1.0)
+
+
+def test_where_branches_cannot_be_recorded_a_step_is_recorded_without(alone: Here, closure: Closure):
+    def net() -> nn.Module:
+        return nn.Sequential(nn.Unflatten(1, (1, 5)), nn.Conv1d(1, 4, 3), nn.Flatten(), nn.Linear(12, 3))
+
+    closure.error, closure.only_branches = RuntimeError("unjoined work"), True
+    experiment = small(21, 7, steps=9, model=net)
+    trainer, notes = replaying(closure, experiment, alone)
+    assert difference(trained(trainer), trained(eager(experiment, alone))) < 1e-6
+    assert closure.recorded == [True, False] and closure.replays == 6 and notes == []
 
 
 def test_who_looks_at_gradients_gets_steps_that_are_not_recorded(alone: Here, closure: Closure):
