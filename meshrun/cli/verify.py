@@ -160,11 +160,13 @@ class Alone:
 
 
 def _verify(asked: Asked, layouts: list[Layout] | None, tolerance: float, folder: Path) -> Outcome:
+    from meshrun.check.verify import ROUNDING
     from meshrun.cli.rank import how_of, override
     from meshrun.parallel.build import demands_of
 
     config = replace(asked.config, runs=folder)
     experiment, _, _ = override(make(asked.target, config.options, config.data), config)
+    tolerance = max(tolerance, ROUNDING[experiment.precision])
     demands = demands_of(experiment)
     left_out: dict[str, str] = {}
     if layouts is None:
