@@ -47,7 +47,7 @@ def refuse_in_backward(experiment: Experiment, layout: Layout, how: How, shown: 
     if experiment.clip is not None:
         why = f"clip is {experiment.clip:g}, and its norm is that of all gradients; switch it off (--clip inf)"
     elif layout.size > 1 and (layout.fsdp == 1 or replicas < layout.size):
-        why = f"layout '{layout}' is neither one process nor fsdp, alone or with dp (--layout)"
+        why = f"layout '{layout}' is neither one process nor fsdp, alone or with dp (--layout fsdp={layout.size})"
     elif experiment.micro is not None and experiment.micro < a_rank:
         why = (
             f"each rank computes {a_rank} samples a step in micro-batches of {experiment.micro}, whose gradients are "
@@ -76,7 +76,8 @@ class InBackward:
     """Of this rank's samples, known after the forward pass."""
     _factor: float | Tensor | None = None
     """From gradients of total / samples to those of the mean; None while no step is computed."""
-    _squares: list[Tensor] = field(default_factory=list)
+    _norms: list[tuple[Tensor, int]] = field(default_factory=list)
+    """Of each gradient that has passed, and how many ranks hold these very elements."""
 
     def __post_init__(self) -> None:
         if not type(self.optimizer).__module__.startswith("torch.optim"):
@@ -118,7 +119,7 @@ class InBackward:
                 self._begin(found.count)
             return found
 
-        self._count, self._squares, self._samples, self._updating = 0, [], samples, updating
+        self._count, self._norms, self._samples, self._updating = 0, [], samples, updating
         with ExitStack() as self._changing:
             outcome = self._computed(step, pieces, samples, counting, asked)
         factor, self._factor = self._factor, None
@@ -143,7 +144,12 @@ class InBackward:
             return Outcome(own, everyone[:3], everyone[3].sqrt())
 
     def _square_sum(self, like: Tensor) -> Tensor:
-        return torch.stack(self._squares).sum() if self._squares else like.new_zeros(())
+        """This rank's share in the square of the whole gradient's norm."""
+        if not self._norms:
+            return like.new_zeros(())
+        found, copies = zip(*self._norms, strict=True)
+        shares = torch.tensor(copies, dtype=torch.float64).to(like.device, non_blocking=True)
+        return (torch.stack(found).double().square() / shares).sum()
 
     def _agree(self, part: nn.Module, last: bool) -> None:
         """Before the backward pass of ranks that hold parts: add up what they have counted."""
@@ -164,7 +170,7 @@ class InBackward:
         if self.here.device.type == "cuda":
             if not isinstance(count, Tensor):
                 count = torch.full((), float(count), dtype=torch.float64, device=self.here.device)
-            self._factor = self._samples / count.detach().double()
+            self._factor = (self._samples / count.detach().double()).float()
         else:
             self._factor = self._samples / float(count) if float(count) else math.nan
 
@@ -178,8 +184,15 @@ class InBackward:
             if parameter is not shard.computed:  # what the optimizer has is this in the same memory, without wrapping
                 shard.parameter.grad, parameter.grad = local(gradient), None
                 gradient = shard.parameter.grad
-            self._squares.append(norms([gradient])[0].square() / (1 if self.here.mesh is None else shard.copies))
+            self._norms.append((_norm(gradient), shard.copies))
             self.update.change([shard], group, self._factor)
             shard.parameter.grad = shard.computed.grad = None
 
         return taken
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    """One kernel on a GPU, since there is one for each weight of the model; elsewhere as all norms are taken."""
+    if gradient.is_cuda:
+        return torch.linalg.vector_norm(gradient, dtype=torch.promote_types(gradient.dtype, torch.float32))
+    return norms([gradient])[0]

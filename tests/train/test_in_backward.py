@@ -112,7 +112,7 @@ def test_what_needs_all_gradients_is_refused_in_a_sentence():
         with pytest.raises(UserError, match=why):
             Trainer(experiment(**changes), mesh.start(), how=how)
     for text in ("dp=2", "tp=2", "pp=2", "fsdp=2,tp=2"):
-        with pytest.raises(UserError, match=rf"layout '{text}' is neither one process nor fsdp.*--layout"):
+        with pytest.raises(UserError, match=rf"layout '{text}' is neither one process nor fsdp.*--layout fsdp="):
             refuse_in_backward(experiment(), parse(text), AT_ONCE, shown=False, looks_first=False)
     with pytest.raises(UserError, match="--on-nan"):
         Trainer(experiment(), mesh.start(), how=AT_ONCE, policy=Policy(on_nan="skip"))
