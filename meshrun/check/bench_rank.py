@@ -14,6 +14,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -53,6 +54,8 @@ class OneRank:
     peak_gib: float | None
     reserved_gib: float | None
     """What tensors took at most, and what torch had taken of the device for them; None on a CPU."""
+    chosen: dict[str, Any]
+    """What of how a step is computed was left to us."""
     notes: tuple[str, ...] = ()
 
 
@@ -133,6 +136,7 @@ def _trained(experiment: Experiment, how: How, here: mesh.Here, steps: int) -> O
         tokens_per_s=tokens / seconds if tokens else None,
         peak_gib=torch.cuda.max_memory_allocated() / GIB if on_gpu else None,
         reserved_gib=torch.cuda.max_memory_reserved() / GIB if on_gpu else None,
+        chosen=dict(trainer.placed.chosen),
         notes=tuple(trainer.placed.notes),
     )
 

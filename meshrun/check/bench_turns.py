@@ -38,6 +38,8 @@ COMPARED = 3
 """First losses that must agree."""
 FULL = 0.93
 """Of a GPU's memory that sides may take together; the rest is for what is no tensor."""
+EASE = 1.15
+"""Times what it needs that a side is given: one that saves memory where there is little must not see a reason to."""
 
 
 @dataclass(frozen=True)
@@ -176,8 +178,9 @@ def _with_room(side: _Side, sides: list[_Side], total: int, act: Callable[[_Side
     others = {each.entry.name: each for each in sides if each is not side}
     if total:
         # What is not known yet is as much as the hungriest so far.
-        wanted = side.peak or max(each.peak for each in sides)
+        wanted = int(EASE * (side.peak or max(each.peak for each in sides)))
         held = {name: each.held for name, each in others.items()}
+        total -= sum(each.lost for each in others.values())
         cost = {name: each.taken.built.first_step_s if each.taken.built else 0.0 for name, each in others.items()}
         for name in to_be_let_go(wanted, held, cost, total):
             others[name].let_go()
@@ -261,6 +264,8 @@ class _Side(Process):
         super().__init__(device)
         self.entry, self.device = entry, device
         self.taken = Taken(entry)
+        self.lost = 0
+        """Bytes of GPU memory that are taken though the side was let go."""
         self._is_built = False
 
     @property
@@ -277,7 +282,7 @@ class _Side(Process):
 
     def build(self, warm_up: int) -> None:
         built = self.ask(_build, self.entry.make, self.device, max(warm_up, COMPARED))
-        self._is_built = True
+        self._is_built, self.lost = True, 0
         if self.taken.built is None:
             self.taken = replace(self.taken, built=built)
 
@@ -290,7 +295,7 @@ class _Side(Process):
     def let_go(self) -> None:
         if self._process.is_alive():
             with contextlib.suppress(SideFailed):
-                self.ask(_let_go, self.device)
+                self.lost = self.ask(_let_go, self.device)
         self._is_built = False
 
     def fail(self, why: str) -> None:
@@ -367,12 +372,12 @@ def _turn(device: torch.device, steps: int) -> Turn:
     return turn
 
 
-def _let_go(device: torch.device) -> None:
+def _let_go(device: torch.device) -> int:
     side, _own.side = _own.side, None
     if side is not None and hasattr(side, "close"):
         side.close()
     del side
-    _settled(device)
+    return _settled(device)
 
 
 def _settled(device: torch.device) -> int:

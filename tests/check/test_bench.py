@@ -247,6 +247,7 @@ def test_one_rank_of_eight_holds_its_share(layout: str):
     assert found.parameters == pytest.approx(whole / (on.fsdp * on.tp), rel=0.02)
     assert (found.of, found.place, found.batch, found.micro) == (8, 5, on.dp * on.fsdp, 1)
     assert found.tokens_per_s == pytest.approx(16 / found.seconds)
+    assert found.chosen["recompute"] == "none"
 
 
 @pytest.mark.parametrize(
@@ -268,34 +269,16 @@ def test_tokens_are_the_longest_row_of_whole_numbers():
     assert tokens_of(torch.zeros(3, 4, dtype=torch.int64)) == tokens_of(torch.ones(5)) == 0
 
 
-def printed(words: list[str]) -> str:
+def printed(words: str) -> str:
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert bench_command(words) == 0
+        assert bench_command(words.split()) == 0
     return out.getvalue()
 
 
 def test_bench_train_prints_one_document():
     document = json.loads(
-        printed(
-            [
-                "train",
-                "digits",
-                "--width",
-                "8",
-                "--batch",
-                "16",
-                "--rounds",
-                "2",
-                "--steps",
-                "2",
-                "--peers",
-                "bare",
-                "--device",
-                "cpu",
-                "--json",
-            ]
-        )
+        printed("train digits --width 8 --batch 16 --rounds 2 --steps 2 --peers bare --device cpu --json")
     )
     assert [row["side"] for row in document["rows"]] == ["meshrun", "bare"]
     assert document["ratios"]["vs_bare"] > 0
@@ -304,7 +287,7 @@ def test_bench_train_prints_one_document():
 
 
 def test_bench_prints_what_bounds_a_step():
-    text = printed(["digits", "--width", "8", "--batch", "16", "--steps", "2", "--device", "cpu"])
+    text = printed("digits --width 8 --batch 16 --steps 2 --device cpu")
     assert "FLOP/s in large matrix products" in text and "a step takes" in text and "bound by" in text
 
 
@@ -341,3 +324,24 @@ def test_no_process_is_left_behind():
         assert pid != os.getpid()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+@pytest.mark.gpu
+def test_sides_on_a_gpu_tell_what_memory_they_need():
+    document = json.loads(printed("train digits --width 64 --precision bf16 --rounds 2 --steps 3 --peers bare --json"))
+    assert all(row["peak_gib"] > 0 and row["losses_agree"] for row in document["rows"]), document["rows"]
+    assert document["ratios"]["vs_bare"] > 0 and document["device"]["products"] > 1e13
+
+
+@pytest.mark.gpu
+def test_one_rank_of_many_on_a_gpu_needs_less_with_more_ranks():
+    found = {}
+    for layout in ("fsdp=2", "fsdp=16", "fsdp=4,tp=4"):
+        on = parse(layout)
+        experiment = dataclasses.replace(llama.experiment(preset="20m", context=128), precision="bf16")
+        found[layout] = measured(
+            fitted(experiment, on, None, 2), How(), on, place=1, device=torch.device("cuda", 0), steps=2
+        )
+        mesh.finish()
+    few, many = found["fsdp=2"], found["fsdp=16"]
+    assert few.peak_gib is not None and many.peak_gib is not None and many.peak_gib < few.peak_gib
