@@ -83,7 +83,9 @@ def adamw_many_(
     for each in zip(parameters, gradients, exp_avgs, exp_avg_sqs, copies, strict=True):
         parameter, gradient, exp_avg, exp_avg_sq, copy = each
         halves = copy is not None or gradient.dtype != torch.float32
-        if not (halves and parameter.numel() >= LARGE and runs_in_one_kernel(*each)):
+        alone = halves and parameter.numel() >= LARGE and runs_in_one_kernel(*each)
+        # torch's kernel for many wants all tensors of a parameter to lie in memory alike.
+        if not alone and all(other.stride() == parameter.stride() for other in (gradient, exp_avg, exp_avg_sq)):
             rest.append(each)
             continue
         adamw_(

@@ -28,7 +28,8 @@ def lean_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100
 
     A target that is no class makes it NaN: on a GPU looking at targets beforehand would make the host wait.
     """
-    if not _in_kernels(logits) and logits.numel() <= AT_ONCE:
+    # The compiler takes the operators as they are, and cannot follow the question where they run.
+    if not torch.compiler.is_compiling() and not _in_kernels(logits) and logits.numel() <= AT_ONCE:
         # Nothing to save, and torch's own is quicker on few rows.
         return F.cross_entropy(logits.to(_wide(logits)), targets, ignore_index=ignore_index, reduction="sum")
     return _CrossEntropy.apply(logits, targets, ignore_index)
