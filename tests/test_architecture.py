@@ -194,7 +194,14 @@ for name in {names}:
     in_fresh_python("-c", program)
 
 
-HELPS = [["--help"], ["run", "--help"], ["verify", "--help"], ["recipes"]]
+HELPS = [
+    ["--help"],
+    ["run", "--help"],
+    ["verify", "--help"],
+    ["recipes"],
+    ["bench", "--help"],
+    ["bench", "rank", "--help"],
+]
 
 
 @pytest.mark.parametrize("words", HELPS, ids=" ".join)

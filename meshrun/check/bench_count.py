@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -27,6 +26,9 @@ from meshrun.data.order import Order
 from meshrun.experiment import Experiment
 from meshrun.parallel.build import demands_of
 from meshrun.parallel.placed import call
+
+ATTENTION = torch._C._nn.scaled_dot_product_attention
+"""What torch.nn.functional calls so, unless somebody has put something else there."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +151,7 @@ class _Attention(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
-        if func is not F.scaled_dot_product_attention:
+        if func is not ATTENTION:
             return func(*args, **(kwargs or {}))
         return self._attended(*args, **(kwargs or {}))
 
