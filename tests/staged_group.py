@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions
+from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions, BarrierOptions
 from torch.futures import Future
 
 NAME = "staged"
@@ -134,7 +134,7 @@ class StagedGroup(dist.ProcessGroup):
         self, output: Tensor, inputs: Tensor, output_sizes: list[int], input_sizes: list[int], opts: Any = None
     ) -> dist.Work:
         host = torch.empty(output.shape, dtype=output.dtype)
-        options = opts or dist.AllToAllOptions()
+        options = opts or AllToAllOptions()
         work = self.gloo.alltoall_base(host, staged(inputs), output_sizes, input_sizes, options)
         return StagedWork([work], [(output, host)])
 
@@ -152,12 +152,12 @@ class StagedGroup(dist.ProcessGroup):
         return StagedWork([self.gloo.recv(host, source, tag)], zip(tensors, host, strict=True))
 
     def barrier(self, opts: Any = None) -> dist.Work:
-        return StagedWork([self.gloo.barrier(opts or dist.BarrierOptions())])
+        return StagedWork([self.gloo.barrier(opts or BarrierOptions())])
 
 
-def _summing(asked: Any, size: int) -> tuple[dist.AllreduceOptions, int]:
+def _summing(asked: Any, size: int) -> tuple[AllreduceOptions, int]:
     """How gloo is to add up, and by what to divide: not every gloo knows means."""
-    options = dist.AllreduceOptions()
+    options = AllreduceOptions()
     if asked is None:
         return options, 1
     mean = asked.reduceOp == dist.ReduceOp.AVG

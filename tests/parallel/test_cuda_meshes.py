@@ -40,6 +40,7 @@ def wanted() -> Iterator[Result]:
             ("tp=2", "staged"),
             ("pp=2", "staged"),
             ("fsdp=2,tp=2", "staged"),
+            ("dp=2,tp=2", "staged"),
         )
     ],
 )
