@@ -50,6 +50,7 @@ from meshrun.observe.report import write_report
 from meshrun.observe.stragglers import sniff_on
 from meshrun.observe.watch import Watcher
 from meshrun.parallel.build import How
+from meshrun.parallel.choose import Choosing
 from meshrun.train.bad_samples import left_out, read_bad
 from meshrun.train.bad_steps import Policy
 from meshrun.train.data_wait import waited_for_data
@@ -306,7 +307,9 @@ def _train(
     # Each element once, however many ranks hold it.
     parameters = sum(here.gathered(sum(each.parameter.numel() / each.copies for each in trainer.placed.shards)))
     if here.rank == 0:
-        run.save_config(config, {**_resolved(trainer), "parameters": round(parameters)})
+        resolved = {**_resolved(trainer), "parameters": round(parameters)}
+        run.save_config(config, resolved)
+        _hear_choice(trainer, recorder, partial(run.save_config, config, resolved))
         recorder.board = Board.open(run.path / "tensorboard") if config.tensorboard else None
     _tell_start(recorder, run, target, trainer)
     notes = [*([note] if note else []), *not_copied(config, experiment.train)]
@@ -368,7 +371,20 @@ def _tell_start(recorder: Recorder, run: RunDirectory, target: Target, trainer: 
         target=target.label,
         total_steps=trainer.total_steps,
         run=str(run.path),
+        chosen=trainer.placed.chosen,
     )
+
+
+def _hear_choice(trainer: Trainer, recorder: Recorder, save: Callable[[], None]) -> None:
+    """What is computed twice is known after the first step: it is told then, and written down."""
+
+    def tell(text: str | None) -> None:
+        if text is not None:
+            recorder("note", text=text)
+        save()
+
+    if isinstance(trainer.placed.step, Choosing):
+        trainer.placed.step.tell = tell
 
 
 def _start_of_run(world: World, ours: bool) -> float:
@@ -493,6 +509,7 @@ def _resolved(trainer: Trainer) -> dict[str, Any]:
         "world": here.size,
         "launcher": here.world.source,
         "device": str(here.device),
+        "chosen": trainer.placed.chosen,
         "workers": trainer.reading.workers,
         "train_samples": len(experiment.train),
         "eval_samples": {name: len(data) for name, data in experiment.evals.items()},

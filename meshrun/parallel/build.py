@@ -9,13 +9,14 @@ The order of application, which every axis keeps to:
     1. the model without values (meta device), in stages where pp cuts it
     2. random numbers by sample instead of by rank: dropout, attention dropout; statistics over all ranks: BatchNorm
     3. tp splits matrices
-    4. recomputation of segments
-    5. compilation of segments
-    6. fsdp shards what is left of each parameter, or dp copies it
-    7. values: each rank keeps its part of what the constructor would have drawn, tensor by tensor
-    8. bf16: matrices are rounded, and their masters kept (where fsdp does not)
+    4. float8: the layers that compute in it
+    5. recomputation of segments
+    6. compilation of segments
+    7. fsdp shards what is left of each parameter, or dp copies it
+    8. values: each rank keeps its part of what the constructor would have drawn, tensor by tensor
+    9. bf16, float8: matrices are rounded, and their masters kept (where fsdp does not)
 
-dp alone needs none of it but 2, 4, 5 and 8, and goes through DistributedDataParallel.
+dp alone needs none of it but 2, 4, 5, 6 and 9, and goes through DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -37,9 +38,25 @@ from meshrun.errors import SharedError, UserError
 from meshrun.experiment import Experiment
 from meshrun.layout import Layout, nearest
 from meshrun.mesh import Here
-from meshrun.parallel import cp, dp, fsdp, masters, pp, recompute, segments, tp
+from meshrun.parallel import (
+    choose,
+    compiled,
+    cp,
+    dp,
+    float8,
+    float8_fsdp,
+    fsdp,
+    masters,
+    pp,
+    recompute,
+    sdpa,
+    segments,
+    tp,
+    tp_hidden,
+)
 from meshrun.parallel.attention import KeyedAttention, key_attentions
 from meshrun.parallel.batchnorm import sync_batchnorms
+from meshrun.parallel.choose import Ways
 from meshrun.parallel.construct import Blueprint, blueprint
 from meshrun.parallel.dropout import Moment, key_dropouts
 from meshrun.parallel.later import Later, put_off
@@ -179,31 +196,45 @@ def refuse_how(experiment: Experiment, layout: Layout, how: How) -> None:
 def build(experiment: Experiment, here: Here, how: How) -> Placed:
     """The model on this rank's place in the mesh."""
     moment = Moment(experiment.seed)
-    placed = (
+    cudnn = experiment.precision != "fp32" and sdpa.use_cudnn(here.device)
+    placed, ways = (
         _replicated(experiment, here, how, moment)
         if here.layout.dp == here.layout.size
         else _meshed(experiment, here, how, moment)
     )
+    placed.chosen = {
+        "compile": ways.compile.compile,
+        "compile_why": ways.compile.why,
+        "recompute": "auto" if ways.auto and ways.twice is not None else ways.twice.level if ways.twice else "none",
+        "channels_last": ways.channels_last,
+        "attention": "cudnn" if cudnn else "torch",
+    }
+    if ways.auto and ways.twice is not None:
+        choose.watch(placed, ways.twice, here, may_repeat=not how.update_in_backward)
     # What the model draws by itself must differ between replicas.
     torch.manual_seed(experiment.seed * 1_000_003 + 1 + here.replica)
     return placed
 
 
-def _replicated(experiment: Experiment, here: Here, how: How, moment: Moment) -> Placed:
+def _replicated(experiment: Experiment, here: Here, how: How, moment: Moment) -> tuple[Placed, Ways]:
     torch.manual_seed(experiment.seed)
     model = experiment.model()
     _refuse_other(model)
     _same_numbers(model, moment)
-    names = segments.find(model, experiment.segments) if how.recompute != "none" or how.compile else []
-    notes = _on_segments(model, list(enumerate(names)), how, moment)
+    eight, ways = experiment.precision == "float8", _ways(experiment, here, how, model)
+    names = segments.find(model, experiment.segments) if ways.by_segment or eight else []
+    ways = ways.without_segments() if not names else ways
+    notes = float8.apply(model, names, here.device, torchao=True) if eight else []
+    notes += _on_segments(model, list(enumerate(names)), ways, moment)
     model.to(here.device)
     if how.sync_batchnorm and (mesh := here.submesh("dp")) is not None:
         sync_batchnorms(model, mesh.get_group())
     arithmetic = partial(computing, experiment.precision, here.device)
-    return dp.apply(model, here, moment, arithmetic, how.compress, notes, shortened=experiment.precision != "fp32")
+    shortened = experiment.precision != "fp32"
+    return dp.apply(model, here, moment, arithmetic, how.compress, notes, shortened=shortened), ways
 
 
-def _meshed(experiment: Experiment, here: Here, how: How, moment: Moment) -> Placed:
+def _meshed(experiment: Experiment, here: Here, how: How, moment: Moment) -> tuple[Placed, Ways]:
     layout = here.layout
     for axes in (("fsdp", "cp"), ("dp", "cp"), ("dp", "fsdp")):
         here.submesh(*axes)  # all ranks form groups together, so before they take turns
@@ -213,13 +244,19 @@ def _meshed(experiment: Experiment, here: Here, how: How, moment: Moment) -> Pla
         notes = []
         if plan.reason is not None:
             notes.append(f"the model is built whole on the host, one rank of a node at a time: {plan.reason}")
-        parts, later = _parts(demands, here, how, moment, notes)
+        ways = _ways(experiment, here, how, demands.model)
+        ways = ways.without_segments() if not demands.segments else ways
+        parts, later = _parts(demands, here, how, ways, moment, notes)
         _allocate(parts, torch.device("cpu") if how.offload else here.device)
         held = _held(demands, parts)
         if here.alone:
             _make_up(parts)
         else:
             _fill(plan, parts, held, here)
+    notes += _hidden(demands, here, ways.compile.compile)
+    if experiment.precision == "float8" and layout.fsdp > 1:
+        for part in parts.values():
+            float8_fsdp.gather_in_float8(part)
     if experiment.precision != "fp32" and layout.fsdp == 1:
         kept = masters.shorten(*parts.values())
         held = [replace(each, master=kept.get(each.parameter)) for each in held]
@@ -243,11 +280,11 @@ def _meshed(experiment: Experiment, here: Here, how: How, moment: Moment) -> Pla
     )
     model = next(iter(parts.values())).model
     assert isinstance(model, nn.Module)
-    return Meshed(here, pipeline, held, model, cutting, notes)
+    return Meshed(here, pipeline, held, model, cutting, notes), ways
 
 
 def _parts(
-    demands: Demands, here: Here, how: How, moment: Moment, notes: list[str]
+    demands: Demands, here: Here, how: How, ways: Ways, moment: Moment, notes: list[str]
 ) -> tuple[dict[int, nn.Module], Later | None]:
     """This rank's stages of the model, laid out but without values."""
     layout, experiment = here.layout, demands.experiment
@@ -274,9 +311,12 @@ def _parts(
             tp.apply(model, demands.plan, mesh, here.place("tp"), all(map(takes_split, functions)))
         if how.sync_batchnorm and (replicas := here.submesh("dp", "fsdp")) is not None:
             sync_batchnorms(model, replicas.get_group())
+        said = []
+        if experiment.precision == "float8":
+            said = float8.apply(model, order, here.device, torchao=layout.fsdp == layout.tp == 1)
         if later is not None:
             put_off(model, later)
-        said = _on_segments(model, own, how, moment)
+        said += _on_segments(model, own, ways, moment)
         notes += [each for each in said if each not in notes]
         if layout.fsdp > 1:
             _shard(part, [model.get_submodule(name) for _, name in own], here, experiment, how)
@@ -292,15 +332,28 @@ def _same_numbers(model: nn.Module, moment: Moment) -> None:
         torch.backends.mha.set_fastpath_enabled(False)
 
 
-def _on_segments(model: nn.Module, own: list[tuple[int, str]], how: How, moment: Moment) -> list[str]:
+def _ways(experiment: Experiment, here: Here, how: How, model: nn.Module) -> Ways:
+    parameters = sum(each.numel() for each in model.parameters())
+    steps = compiled.steps_of(experiment)
+    choice = compiled.chosen(how.compile, here.layout, here.device, parameters, steps)
+    return choose.ways(choice, how.recompute, here.device, model)
+
+
+def _on_segments(model: nn.Module, own: list[tuple[int, str]], ways: Ways, moment: Moment) -> list[str]:
     """Recompute and compile segments, or all of a model that has none; returns what to tell the user."""
     modules = [(number, model.get_submodule(name)) for number, name in own] or [(0, model)]
-    recompute.apply(modules, how.recompute, moment)
-    if how.compile:
-        for _, module in modules:
-            module.compile()
-    if not own and how.recompute not in ("none", "full"):
-        return [f"the model has no segments: recompute {how.recompute} is for all of it (Experiment(segments=…))"]
+    if ways.channels_last:
+        compiled.channels_last(model)
+    if ways.compile.compile:
+        compiled.apply([module for _, module in modules])
+    if ways.twice is None:
+        return []
+    recompute.apply(modules, ways.twice, moment)
+    level = ways.twice.level
+    if level == "selective" and ways.compile.compile:
+        return ["compiled code computes again by itself what is cheap: recompute selective adds nothing to that"]
+    if not own and level != "full":
+        return [f"the model has no segments: recompute {level} is for all of it (Experiment(segments=…))"]
     return []
 
 
@@ -324,6 +377,20 @@ def _tp_notes(demands: Demands) -> list[str]:
         named = ", ".join(whole[:4]) + (f" and {len(whole) - 4} more" if len(whole) > 4 else "")
         return [f"tp by {demands.plan.source}: whole on every rank are {named}"]
     return [f"tp by {demands.plan.source}"]
+
+
+def _hidden(demands: Demands, here: Here, compile_: bool) -> list[str]:
+    """Have tp's messages travel beside its products where that can be; returns what to tell of it."""
+    mesh = here.submesh("tp")
+    if mesh is None or here.device.type != "cuda":
+        return []
+    ranks, backend = here.layout.tp, dist.get_backend(mesh.get_group())
+    reason = tp_hidden.cannot_hide(demands.plan, backend, compile_, ranks, here.world.local_size)
+    if reason is None and not tp_hidden.hide(mesh, here.device):
+        reason = "the GPUs do not reach each other's memory"
+    if reason is None:
+        return ["tp: messages travel in pieces beside the matrix products that need them"]
+    return [f"tp: every layer waits for its messages: {reason}"]
 
 
 def _before_backward(layout: Layout, part: nn.Module, last: bool) -> None:

@@ -25,6 +25,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from meshrun.errors import UserError
+from meshrun.parallel import sdpa
 from meshrun.parallel.ring import positions as positions_of
 from meshrun.parallel.ring import ring_attention
 
@@ -67,7 +68,7 @@ class _Attention(TorchFunctionMode):
     ) -> Any:
         # A stage asks its stand-ins for shapes on the meta device: there is nothing to send.
         shapes_only = bool(args) and isinstance(args[0], Tensor) and args[0].is_meta
-        if func is functional.scaled_dot_product_attention and not shapes_only:
+        if func in (sdpa.PLAIN, sdpa.attention) and not shapes_only:
             return self._causal_self_attention(*args, **(kwargs or {}))
         # A mode is off inside the functions that it sees: attention in there would be of this rank's tokens alone.
         if func is functional.multi_head_attention_forward:

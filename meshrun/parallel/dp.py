@@ -32,6 +32,7 @@ from meshrun.parallel.placed import (
     Asked,
     Cutting,
     Outcome,
+    PersistentBuffers,
     Piece,
     Score,
     Shard,
@@ -127,9 +128,10 @@ class Replicated:
         self.model, self.here, self.moment, self.notes = model, here, moment, notes
         self.cutting = Cutting()
         self._arithmetic, self._compression = arithmetic, compression
-        self._draws = any(draws(each) for each in model.modules())
+        self._draws, self._buffers = any(draws(each) for each in model.modules()), PersistentBuffers(model)
         everyone = tuple(range(here.size))
         held = [_held(name, each, everyone, short.get(each)) for name, each in model.named_parameters()]
+        self.chosen: dict[str, Any] = {}
         self.shards = [each for each in held if each.parameter.requires_grad]
         self.frozen = [each for each in held if not each.parameter.requires_grad]
         self.parameters = [each.parameter for each in self.shards]
@@ -159,7 +161,7 @@ class Replicated:
                 own = as_sums(found) if own is None else own + as_sums(found)
                 self._backward(found.total * (self.here.replicas / samples), own if last else None, asked)
             if not last:
-                self.collect()
+                self._collect_earlier()
         assert own is not None
         sums = self._finish_reduction()
         if len(pieces) > 1:
@@ -181,6 +183,15 @@ class Replicated:
             return self._loss(step, piece, loss)
         self._copies_work = True
         return found
+
+    def _collect_earlier(self) -> None:
+        """After a micro-batch that is not the last one."""
+        self.collect()
+        if self._ddp is not None and not self._by_hand and not self._all_used:
+            # DDP takes a parameter for used where it once was, and then wants it to have a gradient.
+            for shard in self._copied:
+                if shard.copy is not None and shard.parameter.grad is not None:
+                    shard.copy.grad = torch.zeros_like(shard.copy)
 
     def _compute_in_fp32(self) -> None:
         """For a model that computes with its matrices in ways that autocast does not know of."""
@@ -208,7 +219,7 @@ class Replicated:
         self.model.train(mode)
 
     def own_buffers(self) -> dict[str, Tensor]:
-        return dict(persistent_buffers(self.model))
+        return self._buffers.now()
 
     def habits(self) -> dict[str, Any]:
         """How gradients are reduced. DDP lays them out anew after its first step, and the order of sums with them."""

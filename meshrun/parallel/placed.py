@@ -113,6 +113,8 @@ class Placed(Protocol):
     cutting: Cutting
     notes: list[str]
     """What the user should know about how the model was laid out."""
+    chosen: dict[str, Any]
+    """What was left to us, and what came out: whether segments are compiled and why, what is computed twice, …"""
 
     def step(self, step: int, pieces: list[Piece], samples: int, loss: Score, asked: Asked) -> Outcome:
         """Forward, backward and reduction of one update: gradients of sum(total) / samples."""
@@ -165,6 +167,30 @@ def persistent_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in module._buffers.items():
             if buffer is not None and name not in module._non_persistent_buffers_set:
                 yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+class PersistentBuffers:
+    """The same, for who asks after every step: where they are is looked for once, and what is there each time."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._find()
+
+    def now(self) -> dict[str, Tensor]:
+        if sum(map(len, self._all)) != self._count:
+            self._find()
+        return {name: found for name, buffers, key in self._places if (found := buffers[key]) is not None}
+
+    def _find(self) -> None:
+        modules = dict(self._model.named_modules())
+        self._all = [each._buffers for each in modules.values()]
+        self._count = sum(map(len, self._all))
+        self._places = [
+            (f"{prefix}.{name}" if prefix else name, each._buffers, name)
+            for prefix, each in modules.items()
+            for name in each._buffers
+            if name not in each._non_persistent_buffers_set
+        ]
 
 
 def counted(outputs: Any, piece: Piece, loss: Score) -> Loss:

@@ -1,23 +1,31 @@
 """Activation recomputation: less memory for more arithmetic, segment by segment.
 
-apply(list(enumerate(segments)), "full", moment)
+    twice = Recomputing("full")
+    apply(list(enumerate(segments)), twice, moment)
+    twice.level = "every-2"                # from the next forward pass on
 
 none        every activation of the forward pass is kept for the backward pass
 full        a segment keeps its inputs only, and computes the rest again
 every-2     the same for every second segment (or any other number)
 selective   a segment keeps the results of matrix products and attention, and computes the cheap rest again
+
+The second computation is around what a segment does, compiled or not: all levels run the same compiled code. Such code
+computes the cheap rest again by itself, so for it selective is the same as none.
 """
 
 from __future__ import annotations
 
 import functools
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshrun.errors import UserError
@@ -28,12 +36,15 @@ _KEPT = [
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.aten.baddbmm.default,
+    torch.ops.aten._scaled_mm.default,
     torch.ops.aten.convolution.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
 ]
+KEEPS_ITS_INPUTS = (nn.Linear, nn.Embedding)
+"""What keeps nothing but its inputs anyway: to compute it twice would save nothing."""
 
 
 def every(text: str) -> int:
@@ -43,49 +54,142 @@ def every(text: str) -> int:
     found = re.fullmatch(r"every-([1-9]\d{0,3})", text)
     if found is None:
         raise UserError(
-            f"recompute is {text!r}; it must be auto, none, full, selective, or every-K for every K-th segment (--recompute)"
+            f"recompute is {text!r}; it must be auto, none, full, selective, or every-K for every K-th segment "
+            f"(--recompute)"
         )
     return int(found[1])
 
 
-def apply(segments: Sequence[tuple[int, nn.Module]], level: str, moment: Moment) -> None:
-    """Make segments, given with their numbers in the model, forget and recompute, in place, under their own names."""
+def covers(level: str, number: int) -> bool:
+    """Whether the segment of this number is computed twice."""
     stride = every(level)
+    return stride > 0 and number % stride == stride - 1
+
+
+@dataclass
+class Recomputing:
+    """What is computed twice now; all segments of a model share one of these."""
+
+    level: str
+    compiled: bool = False
+    measured: Measured | None = None
+    """Filled with what segments would have kept, while it is there."""
+
+    def covers(self, number: int) -> bool:
+        return covers(self.level, number) and not (self.compiled and self.level == "selective")
+
+
+@dataclass
+class Measured:
+    """What each segment keeps where it is not computed twice, seen when it is computed again."""
+
+    allocated: Callable[[], int]
+    """Bytes that are in use now."""
+    largest: dict[int, int] = field(default_factory=dict)
+    """Segment -> bytes of one forward pass."""
+    most: Counter[int] = field(default_factory=Counter)
+    """Segment -> how many forward passes waited for their backward pass at once."""
+    _waiting: Counter[int] = field(default_factory=Counter)
+
+    def forward(self, number: int) -> None:
+        self._waiting[number] += 1
+        self.most[number] = max(self.most[number], self._waiting[number])
+
+    def again(self, number: int, more: int) -> None:
+        self._waiting[number] -= 1
+        self.largest[number] = max(more, self.largest.get(number, 0))
+
+    def kept(self) -> dict[int, int]:
+        """Segment -> bytes that it would keep at most."""
+        return {number: size * self.most[number] for number, size in self.largest.items()}
+
+
+def apply(segments: Sequence[tuple[int, nn.Module]], twice: Recomputing, moment: Moment) -> None:
+    """Let segments, given with their numbers in the model, forget and recompute, in place, under their own names."""
     for number, segment in segments:
-        if stride and number % stride == stride - 1:
-            contexts = functools.partial(_contexts, level, moment)
-            segment.forward = functools.partial(_forward, segment.forward, contexts)
+        if not isinstance(segment, KEEPS_ITS_INPUTS):
+            norms = [each for each in segment.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
+            contexts = functools.partial(_contexts, twice, number, moment, norms)
+            segment.forward = functools.partial(_forward, segment.forward, twice, number, contexts)
 
 
-def _contexts(level: str, moment: Moment) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def _forward(
+    forward: Callable[..., Any],
+    twice: Recomputing,
+    number: int,
+    contexts: Callable[[], Any],
+    *inputs: Any,
+    **named: Any,
+) -> Any:
+    if not twice.covers(number) or not torch.is_grad_enabled():
+        return forward(*inputs, **named)
+    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
+
+
+def _contexts(
+    twice: Recomputing, number: int, moment: Moment, norms: list[_BatchNorm]
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Around the first and around the second computation: the second must draw the first one's random numbers."""
     before, again = replay(moment)
-    if level != "selective":
-        return before, again
-    keeping, kept = create_selective_checkpoint_contexts(_policy)
-    return _Both(before, keeping), _Both(again, kept)
+    first, second = [before], [again]
+    if norms:
+        second.append(_Aside(norms))
+    if twice.level == "selective":
+        keeping, kept = create_selective_checkpoint_contexts(_policy)
+        first.append(keeping)
+        second.append(kept)
+    if twice.measured is not None:
+        twice.measured.forward(number)
+        second.insert(0, _Seen(twice.measured, number))
+    return _Nested(first), _Nested(second)
 
 
 def _policy(_: Any, operation: Any, *__: Any, **___: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operation in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Both:
-    """Two contexts as one that may be entered again."""
+class _Nested:
+    """Several contexts as one that may be entered again."""
 
-    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
-        self.outer, self.inner = outer, inner
+    def __init__(self, contexts: Sequence[AbstractContextManager[Any]]) -> None:
+        self.contexts = contexts
 
     def __enter__(self) -> None:
-        self.outer.__enter__()
-        self.inner.__enter__()
+        for each in self.contexts:
+            each.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self.inner.__exit__(*error)
-        self.outer.__exit__(*error)
+        for each in reversed(self.contexts):
+            each.__exit__(*error)
 
 
-def _forward(forward: Callable[..., Any], contexts: Callable[[], Any], *inputs: Any, **named: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*inputs, **named)
-    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=contexts, **named)
+class _Aside:
+    """Running statistics are put aside: what is computed again must not count twice in them."""
+
+    def __init__(self, norms: list[_BatchNorm]) -> None:
+        self.norms = norms
+        self.kept: list[dict[str, Any]] = []
+
+    def __enter__(self) -> None:
+        self.kept = [dict(each._buffers) for each in self.norms]
+        for each in self.norms:
+            for name, buffer in each._buffers.items():
+                each._buffers[name] = None if buffer is None else buffer.clone()
+
+    def __exit__(self, *error: Any) -> None:
+        for each, kept in zip(self.norms, self.kept, strict=True):
+            each._buffers.update(kept)
+
+
+class _Seen:
+    """Sees how much more memory is in use when a segment was computed again: what it would have kept."""
+
+    def __init__(self, measured: Measured, number: int) -> None:
+        self.measured, self.number = measured, number
+        self.before = 0
+
+    def __enter__(self) -> None:
+        self.before = self.measured.allocated()
+
+    def __exit__(self, *error: Any) -> None:
+        self.measured.again(self.number, self.measured.allocated() - self.before)

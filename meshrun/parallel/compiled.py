@@ -1,0 +1,130 @@
+"""Compilation of segments, and what else a GPU needs to be told to be fast.
+
+    choice = chosen(how.compile, layout, here.device, parameters=1_100_000_000, steps=600)       # Choice(True, "…")
+    if choice.compile:
+        apply(segments)
+    channels_last(model)                     # images on a GPU: the order of memory that its convolutions want
+
+What a segment's `forward` does is compiled and nothing around it, so what axes do before and after a segment (gathering
+its parameters, receiving its inputs, computing it twice) stays as it is. Blocks that are alike share one graph:
+parameters, and what dropout is keyed by, are inputs of it. There is another one for evaluation, and one for batches of
+another size.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._pytree import tree_map_only
+
+from meshrun.experiment import Experiment
+from meshrun.layout import Layout
+
+ENOUGH_PARAMETERS, ENOUGH_STEPS = 5_000_000, 100
+"""Compiling takes up to half a minute: for less it does not pay."""
+GRAPHS = 64
+"""Graphs of one function. torch would stop at 8, but all blocks of a convolutional network are one function, and each
+width, with and without a shortcut, in training and in evaluation, is a graph of its own."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Whether segments are compiled, and why."""
+
+    compile: bool
+    why: str
+
+
+def chosen(asked: bool | None, layout: Layout, device: torch.device, parameters: int, steps: int) -> Choice:
+    """What is asked for, or what pays."""
+    if (reason := _cannot(layout)) is not None:
+        return Choice(False, reason)
+    if asked is not None:
+        return Choice(asked, "asked for (--compile)" if asked else "asked for (--no-compile)")
+    if device.type != "cuda":
+        return Choice(False, f"the device is {device.type}")
+    if importlib.util.find_spec("triton") is None:
+        return Choice(False, "triton is not installed")
+    if parameters < ENOUGH_PARAMETERS:
+        return Choice(False, f"the model has {parameters:,} parameters; from {ENOUGH_PARAMETERS:,} on it pays")
+    if steps < ENOUGH_STEPS:
+        return Choice(False, f"the run has {steps:,} steps; from {ENOUGH_STEPS:,} on it pays")
+    return Choice(True, f"{parameters:,} parameters and {steps:,} steps on a GPU")
+
+
+def _cannot(layout: Layout) -> str | None:
+    if layout.pp > 1 and layout.pp_variant == "zb":
+        return "pp:zb puts gradients of weights off, which compiled code cannot"
+    if layout.cp > 1:
+        return "cp's ranks compute attention together, which compiled code cannot"
+    return None
+
+
+def steps_of(experiment: Experiment) -> int:
+    """About how many updates a run makes."""
+    return experiment.steps or round((experiment.epochs or 0) * len(experiment.train) / experiment.batch)
+
+
+def _prepare() -> None:
+    """Set torch up for all that is compiled in this process."""
+    import torch._dynamo
+    import torch._functorch.config
+    import torch._inductor.config
+
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    # What is kept from an earlier run is looked for, both as a graph and as its forward and backward passes.
+    torch._inductor.config.fx_graph_cache = True
+    torch._functorch.config.enable_autograd_cache = True
+    if hasattr(torch._functorch.config, "autograd_cache_allow_custom_autograd_functions"):
+        # Such as float8's products, which are traced like all else.
+        torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+
+
+def apply(segments: Sequence[nn.Module]) -> None:
+    """Compile what segments do, in place. Single layers of torch are kernels already; alone they are compiled too."""
+    _prepare()
+    worth = [each for each in segments if not _is_kernel(each)] or segments
+    for segment in worth:
+        segment.forward = functools.partial(_arrived, torch.compile(segment.forward))
+
+
+def _is_kernel(module: nn.Module) -> bool:
+    single = next(module.children(), None) is None
+    return single and type(module).forward.__module__.startswith("torch.nn.")
+
+
+def _arrived(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    # Compiled code takes what is still on its way from other ranks for something else, and gives wrong gradients.
+    if any(isinstance(each, AsyncCollectiveTensor) for each in (*inputs, *named.values())):
+        inputs, named = tree_map_only(AsyncCollectiveTensor, lambda each: each * 1, (inputs, named))
+    return forward(*inputs, **named)
+
+
+def convolves(model: nn.Module) -> bool:
+    """Whether a model has convolutions over images."""
+    return any(isinstance(each, nn.Conv2d | nn.ConvTranspose2d) for each in model.modules())
+
+
+def channels_last(model: nn.Module) -> None:
+    """Let images come with their channels last, which is how a GPU convolves, and let cuDNN try what is fastest.
+
+    Weights stay as they are, so that nobody who saves, cuts or sends them needs to know: cuDNN turns them around, which
+    is little beside a batch of images.
+    """
+    model.register_forward_pre_hook(_ordered, with_kwargs=True)
+    torch.backends.cudnn.benchmark = True
+
+
+def _ordered(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tree_map_only(Tensor, _with_channels_last, (inputs, named))
+
+
+def _with_channels_last(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor

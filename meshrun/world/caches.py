@@ -1,0 +1,50 @@
+"""Where compiled code is kept from one run to the next: a folder of this user alone.
+
+    note = keep_compiled_code()          # before anything is compiled; None, or what to tell the user
+
+torch reads this code back as pickles, which can run anything. So the folder is `~/.cache/meshrun/compile` (or below
+$XDG_CACHE_HOME), which nobody else may write to; one that is not this user's own is not used. Whoever has set torch's
+own variables has chosen, and nothing is changed. Several processes may use it at once, as torch renames what it has
+written.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from meshrun.config import made_private
+
+CODE, KERNELS = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
+
+
+def compile_folder(env: Mapping[str, str]) -> Path | None:
+    """Where compiled code is kept for this user; None where they have no folder of their own."""
+    base = env.get("XDG_CACHE_HOME") or (f"{env['HOME']}/.cache" if env.get("HOME") else "")
+    return Path(base) / "meshrun" / "compile" if Path(base).is_absolute() else None
+
+
+def keep_compiled_code() -> str | None:
+    """Let torch and triton keep what they compile, unless the user has said where; returns why it cannot be kept."""
+    chosen, why = settings(os.environ)
+    os.environ.update(chosen)
+    return why
+
+
+def settings(env: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
+    """The variables to set, or why compiled code is not kept; the folder is made."""
+    if env.get(CODE):
+        return {}, None
+    folder, lost = compile_folder(env), "compiled code is not kept for the next run"
+    if folder is None:
+        return {}, f"{lost}: there is no home directory ($HOME, $XDG_CACHE_HOME)"
+    try:
+        private = made_private(folder)
+    except OSError as error:
+        return {}, f"{lost}: {folder}: {error.strerror or error} ($XDG_CACHE_HOME)"
+    if not private or not os.access(folder, os.W_OK):
+        return {}, (
+            f"{lost}: {folder} must be a folder of yours that you and nobody else may write to ($XDG_CACHE_HOME)"
+        )
+    return {CODE: str(folder), KERNELS: env.get(KERNELS) or str(folder / "triton")}, None
