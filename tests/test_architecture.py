@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import meshrun
-from tests.pace import TYPER, cost
+from tests.pace import SMALL_HELP, cost
 
 HOUSE = Path(meshrun.__file__).parent
 ROOT = HOUSE.parent
@@ -213,6 +213,6 @@ def test_help_loads_no_torch(words: list[str]):
 
 
 @pytest.mark.parametrize("words", HELPS[:3], ids=" ".join)
-def test_help_takes_less_than_three_times_what_typer_does(words: list[str]):
-    """Which is three tenths of a second where it is promised, on an idle machine; it takes twice as much as typer."""
-    assert cost(["-m", "meshrun", *words], beside=TYPER, at_most=3) < 3
+def test_help_takes_little_more_than_that_of_a_small_program(words: list[str]):
+    """Three tenths of a second are promised on an idle machine, which is 1.7 times as much; it takes about as much."""
+    assert cost(["-m", "meshrun", *words], beside=SMALL_HELP, at_most=1.7) < 1.7
