@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -113,20 +113,24 @@ class CudaRecorder:
         computing.wait_stream(self.stream)
 
     def record(self, body: Callable[[], Any], branches: bool) -> tuple[Any, Callable[[], None]]:
-        graph = torch.cuda.CUDAGraph()
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
         number = torch.cuda.current_device() if self.device.index is None else self.device.index
-        generator = torch.cuda.default_generators[number]
+        computing, generator = torch.cuda.current_stream(self.device), torch.cuda.default_generators[number]
         before = generator.clone_state()
         try:
             # Only of this thread: another one copies the next batches meanwhile.
             with (
-                torch.cuda.graph(graph, stream=self.stream, capture_error_mode="thread_local"),
+                torch.cuda.graph(graph, pool=pool, stream=self.stream, capture_error_mode="thread_local"),
                 on_streams(self.stream, self.second) if branches else nullcontext(),
             ):
                 found = body()
         except BaseException:
-            # A recording that breaks off leaves the generator in the belief that it is still being recorded.
+            # One that breaks off leaves torch on its stream, and memory and the generator as if it still went on.
+            torch.cuda.set_stream(computing)
             generator.graphsafe_set_state(before)
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(number, pool)
+                torch._C._cuda_releasePool(number, pool)
             raise
         return found, graph.replay
 
@@ -332,7 +336,7 @@ class Graphed:
             try:
                 recording = self._record(form, tensors, step, pieces, samples, branches)
             except Exception as error:
-                why = f"it cannot be recorded ({(str(error).strip() or type(error).__name__).splitlines()[0]})"
+                why = f"it cannot be recorded ({_first_of(error)})"
                 continue
             why = OTHER_NUMBERS
             found = self._compared(recording, before, expected, tensors)
@@ -402,6 +406,13 @@ class Graphed:
     def _stop(self) -> None:
         self._over, self._recording = True, None
         self._seen.clear()
+
+
+def _first_of(error: BaseException) -> str:
+    """The first line of what went wrong first: ending a recording after that goes wrong too."""
+    while error.__context__ is not None:
+        error = error.__context__
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def alike(expected: list[float], found: list[float]) -> bool:
