@@ -10,12 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from functorch.compile import make_boxed_func
 from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from meshrun import Experiment, mesh, token_cross_entropy
 from meshrun.layout import parse
 from meshrun.parallel import float8, float8_product
 from meshrun.parallel.build import How, build
+from meshrun.recipes import llama
 from meshrun.recipes.llama import PLAN, Llama, Shape, segments
 from meshrun.train.loop import Trainer
 from tests.programs.small_llama import phrases
@@ -277,3 +281,147 @@ def test_fsdp_gathers_weights_in_8_bits_and_holds_no_others():
     group = trainer.model.blocks[0]._get_fsdp_state()._fsdp_param_group
     whole = [each._unsharded_param for each in group.fsdp_params if each._unsharded_param.dim() == 2]
     assert len(whole) == 7 and not any(each.untyped_storage().size() for each in whole)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-3)
+
+
+def end_of(wanted: Experiment) -> float:
+    """The mean loss of the last fifth of a training, which must have learned something."""
+    losses = Trainer(wanted, mesh.start(), how=How(recompute="none")).train()["losses"]
+    last = losses[-len(losses) // 5 :]
+    assert sum(last) / len(last) < 0.7 * losses[0]
+    return sum(last) / len(last)
+
+
+def test_two_hundred_steps_come_to_where_bf16_comes_to():
+    start_on_cpu(1)
+    shape = Shape(32, 32, layers=1, heads=2, kv_heads=2, ffn=64, context=8)
+    changes = {
+        "model": lambda: Llama(shape),
+        "train": phrases(400, seed=0),
+        "batch": 16,
+        "optimizer": adam,
+        "evals": {},
+    }
+    bf16, found = (end_of(replace(experiment(each, steps=200), **changes)) for each in ("bf16", "float8"))
+    assert found == pytest.approx(bf16, rel=0.01)
+
+
+class Gated(nn.Module):
+    """Two layers of one input, as in a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.gate, self.up = nn.RMSNorm(256), nn.Linear(256, 512, bias=False), nn.Linear(256, 512)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = self.norm(inputs)
+        return F.silu(self.gate(inputs)) * self.up(inputs)
+
+
+def gated(device: str) -> tuple[nn.Module, Tensor, Tensor]:
+    """A module in float8, inputs and a gradient."""
+    torch.manual_seed(0)
+    module = nn.Sequential(Gated(), nn.Linear(512, 256))
+    assert float8.apply(module, ["0", "1"], torch.device("cpu")) == ["float8: 2 linear layers compute in it"]
+    module.to(device)
+    for parameter in module.parameters():
+        parameter.data = parameter.data.bfloat16() if parameter.dim() > 1 else parameter.data
+    inputs = torch.randn(4, 64, 256).to(device, torch.bfloat16)
+    return module, inputs, 1e-5 * torch.randn(4, 64, 512).to(device, torch.bfloat16)
+
+
+def passes(module: nn.Module, inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    """The outputs and all gradients of the first part of a module."""
+    inputs = inputs.clone().requires_grad_()
+    module.zero_grad()
+    with torch.autocast(inputs.device.type, torch.bfloat16):
+        outputs = module[0](inputs)  # type: ignore[index]
+    outputs.backward(gradient)
+    named = {name: each.grad for name, each in module[0].named_parameters()}  # type: ignore[index]
+    return {name: each.detach().cpu() for name, each in (named | {"outputs": outputs, "inputs": inputs.grad}).items()}
+
+
+def in_fp32(module: nn.Module, inputs: Tensor, gradient: Tensor) -> dict[str, Tensor]:
+    plain = nn.Sequential(Gated(), nn.Linear(512, 256)).to(inputs.device)
+    plain.load_state_dict({name: each.float() for name, each in module.state_dict().items()})
+    inputs = inputs.float().requires_grad_()
+    outputs = plain[0](inputs)
+    outputs.backward(gradient.float())
+    named = {name: each.grad for name, each in plain[0].named_parameters()}
+    return {name: each.detach().cpu() for name, each in (named | {"outputs": outputs, "inputs": inputs.grad}).items()}
+
+
+def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    """Results of two layers multiplied with each other, and gradients that went through both."""
+    far = {name: off(found[name], each) for name, each in wanted.items() if not off(found[name], each) < 2 * ROUNDING}
+    assert not far, far
+
+
+def test_a_compiled_module_computes_the_same_and_keeps_no_transposed_copies():
+    module, inputs, gradient = gated("cpu")
+    wanted = passes(module, inputs, gradient)
+    assert_near(wanted, in_fp32(module, inputs, gradient))
+    kept: list[list[Any]] = []
+
+    def cut(joint: Any, *given: Any, **named: Any) -> Any:
+        forward, backward = min_cut_rematerialization_partition(joint, *given, **named)
+        kept.append([each.meta["val"] for each in backward.graph.find_nodes(op="placeholder")])
+        return forward, backward
+
+    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), partition_fn=cut)
+    module[0].forward = torch.compile(module[0].forward, backend=backend, fullgraph=True)
+    found = passes(module, inputs, gradient)
+    assert all(off(found[name], each) < 1e-3 for name, each in wanted.items())
+    turned = [each for each in kept[0] if each.dim() == 2 and min(each.shape) > 1 and each.stride(0) == 1]
+    assert len(kept) == 1 and not turned
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_results_are_those_of_the_cpu():
+    module, inputs, gradient = gated("cuda")
+    found = passes(module, inputs, gradient)
+    assert_near(found, in_fp32(module, inputs, gradient))
+    module, inputs, gradient = gated("cpu")
+    on_cpu = passes(module, inputs, gradient)
+    assert all(off(found[name], each) < ROUNDING / 2 for name, each in on_cpu.items())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_compiled_code_is_one_graph_and_computes_the_same():
+    module, inputs, gradient = gated("cuda")
+    module[0].forward = torch.compile(module[0].forward, fullgraph=True)
+    found = passes(module, inputs, gradient)
+    assert_near(found, in_fp32(module, inputs, gradient))
+    again = passes(module, inputs, gradient)
+    assert all(torch.equal(found[name], each) for name, each in again.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scaling", ["row", "tensor"])
+def test_on_a_gpu_tokens_of_any_number_and_zeros(scaling: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(float8_product, "SCALING", scaling)
+    inputs, weight, bias, gradient = (each.detach().cuda() for each in tensors(37))
+    gradient[:3] = 0
+    values = [each.requires_grad_() for each in (inputs, weight, bias)]
+    wanted = F.linear(*values)
+    found = float8_product.linear(*values)
+    assert off(found - bias, wanted - bias) < ROUNDING
+    pairs = zip(
+        torch.autograd.grad(found, values, gradient), torch.autograd.grad(wanted, values, gradient), strict=True
+    )
+    assert all(off(a, b) < ROUNDING for a, b in pairs)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(180)
+def test_on_a_gpu_a_thousand_steps_come_to_where_bf16_comes_to(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(float8, "LEAST", 1 << 18)
+    mesh.use(mesh.Meeting(device="cuda"))
+    shape = Shape(2048, 512, layers=4, heads=8, kv_heads=8, ffn=1536, context=128)
+    text = llama.experiment(preset="20m", context=128)
+    changes = {"model": lambda: Llama(shape), "steps": 1000, "evals": {}, "after": None}
+    bf16, found = (end_of(replace(text, precision=each, **changes)) for each in ("bf16", "float8"))
+    assert found == pytest.approx(bf16, rel=0.01)
