@@ -333,13 +333,14 @@ def _show(document: dict[str, Any], about: About) -> None:
     from meshrun.check.bench_peers import PEERS
 
     console = Console()
+    console.width = max(console.width, 110)  # cut names and numbers help nobody
     title = f"{document['target']}: {document['precision']}, batch {document['batch']}, on {document['device']['name']}"
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("side", no_wrap=True)
     unit = "tokens/s" if about.tokens else "samples/s"
-    columns = (unit, "meshrun is x times", "of peak", "GiB", "first step", "CPU a sample")
+    columns = (unit, "meshrun is times it", "of peak", "GiB", "first step", "CPU a sample")
     for name in columns:
-        table.add_column(name, justify="right", min_width=16 if "times" in name else None)
+        table.add_column(name, justify="right", no_wrap=True)
     for row in document["rows"]:
         ratio, quartiles = row["ratio"], row["ratio_quartiles"]
         times = f"{ratio:.2f} ({quartiles[0]:.2f}-{quartiles[1]:.2f})" if ratio else "-"
