@@ -72,6 +72,7 @@ def _shortened(parameter: nn.Parameter) -> nn.Parameter:
         torch.utils.swap_tensors(parameter, nn.Parameter(wrapped, requires_grad=parameter.requires_grad))
     else:
         parameter.data = short
+        vars(master).update(vars(parameter))  # what the user has noted there, for the optimizer to look at
     # What is not trained is looked at only to be saved: it need not take up the GPU's memory.
     return master if master.requires_grad else nn.Parameter(master.detach().cpu(), requires_grad=False)
 

@@ -261,12 +261,14 @@ class Tied(nn.Module):
 
 def test_what_is_one_stays_one_and_vectors_stay_as_they_are():
     model = Tied()
+    model.first.weight.decays = False
     before = {name: each.detach().clone() for name, each in model.named_parameters()}
     masters = shorten(model)
     assert model.second.weight is model.first.weight and len(masters) == 3
     assert model.token.dtype == torch.float32 and model.frozen.weight.dtype == torch.bfloat16
     assert torch.equal(masters[model.frozen.weight], before["frozen.weight"])
     assert not masters[model.frozen.weight].requires_grad and masters[model.first.weight].requires_grad
+    assert masters[model.first.weight].decays is False, "what optimizers may look at"
 
 
 @pytest.mark.ranks(2)
