@@ -28,6 +28,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -69,14 +70,9 @@ class Popen(subprocess.Popen[Any]):
         self._close_pipe_fds(*(asked[name] for name in ends))  # type: ignore[attr-defined]
 
 
-def run(*words: Any, **named: Any) -> subprocess.CompletedProcess[Any]:
-    """subprocess.run, but meshrun is forked."""
-    before = subprocess.Popen
-    subprocess.Popen = Popen  # type: ignore[misc]
-    try:
-        return subprocess.run(*words, **named)
-    finally:
-        subprocess.Popen = before  # type: ignore[misc]
+run = types.FunctionType(subprocess.run.__code__, {**vars(subprocess), "Popen": Popen}, "run")
+"""subprocess.run, but meshrun is forked; subprocess itself stays as it is, for other threads too."""
+run.__kwdefaults__ = subprocess.run.__kwdefaults__
 
 
 def hear_ctrl_c() -> None:
