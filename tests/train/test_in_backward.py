@@ -53,11 +53,16 @@ def trained(layout: str, experiment: Experiment, how: How) -> Trainer:
     return trainer
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+CASES = [
+    *(("dp=1", *each) for each in (("SGD", "fp32"), ("SGD", "bf16"), ("AdamW", "bf16"))),
+    *(("fsdp=2", *each) for each in (("SGD", "fp32"), ("AdamW", "bf16"))),
+    ("dp=2,fsdp=2", "SGD", "fp32"),
+]
+
+
 @pytest.mark.parametrize(
-    "layout",
-    [pytest.param(each, marks=pytest.mark.ranks(parse(each).size)) for each in ("dp=1", "fsdp=2", "dp=2,fsdp=2")],
+    "layout, optimizer, precision",
+    [pytest.param(*each, marks=pytest.mark.ranks(parse(each[0]).size), id=" ".join(each)) for each in CASES],
 )
 def test_losses_norms_and_weights_are_those_of_an_update_after_it(layout: str, optimizer: str, precision: Any):
     """The last step of an epoch has seven samples, which two ranks share unevenly."""
