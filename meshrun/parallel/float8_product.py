@@ -31,11 +31,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshrun.kernels.turned import turned
+
 FORMAT = torch.float8_e4m3fn
 MULTIPLE = 16
 """What sizes of matrices must be a multiple of."""
 SCALING = "row"
 """What of inputs and gradients has one scale: "row" for a token, "tensor" for all of a micro-batch."""
+TURNED_EARLY = True
+"""Whether compiled code transposes inputs in the forward pass, where they are at hand, once for all layers that share
+them, and keeps them so. Else it computes them again in the backward pass where that is cheap: a byte less a number is
+kept, and much more memory is read."""
 
 _CARRY, _TOP = (1 << 21) - 1, 8
 """The largest number is 1.75 * 2**8: three quarters of the way from one power of two to the next."""
@@ -107,33 +113,28 @@ class _Product(torch.autograd.Function):
         gradient8, gradient_scale = quantised(gradients[0], SCALING)
         for_inputs = for_weight = None
         if ctx.needs_input_grad[0]:
-            turned, common = _turned(weight8, weight_scale, gradient_scale)
-            product = _multiplied(gradient8, turned.t(), common)
+            columns, common = _turned(weight8, weight_scale, gradient_scale)
+            product = _multiplied(gradient8, columns.t(), common)
             for_inputs = (product * gradient_scale.to(product.dtype)).to(ctx.kinds[0])
         if ctx.needs_input_grad[1]:
-            turned, common = _turned(gradient8, gradient_scale * scale, gradient_scale)
-            columns, _ = _turned(inputs8, None, gradient_scale)
-            for_weight = _multiplied(turned, columns.t(), common, kind=ctx.kinds[1])
+            rows, common = _turned(gradient8, gradient_scale * scale, gradient_scale)
+            columns, _ = _turned(inputs8, None, None if TURNED_EARLY else gradient_scale)
+            for_weight = _multiplied(rows, columns.t(), common, kind=ctx.kinds[1])
         return for_inputs, for_weight, None, None
 
 
-def _turned(values8: Tensor, scale: Tensor | None, after: Tensor) -> tuple[Tensor, Tensor | None]:
+def _turned(values8: Tensor, scale: Tensor | None, after: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """The transposed matrix, with one scale for all of it where there was one a row.
 
-    `after` are scales of the gradient. A compiler that cuts the passes apart would else do all this in the forward pass
-    already, and keep copies of all weights for the backward pass.
+    `after` are scales of the gradient: without them, a compiler that cuts the passes apart would do this in the forward
+    pass already, and keep copies of all weights for the backward pass.
     """
     common = None if scale is None else scale.amax()
     share = None
     if scale is not None and common is not None and scale.shape[0] > 1:
         bits = scale.view(torch.int32) - common.view(torch.int32) + _ONE
         share = bits.clamp(min=0).view(torch.float32)
-    if torch.compiler.is_compiling():
-        one = ((after.view(torch.int32)[:1] & 0) + _ONE).view(torch.float32)
-        share = one if share is None else share * one
-    if share is not None:
-        values8 = (values8.to(torch.bfloat16) * share.to(torch.bfloat16)).to(FORMAT)
-    return values8.t().contiguous(), common
+    return turned(values8, share, after), common
 
 
 def _multiplied(

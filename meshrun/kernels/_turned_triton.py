@@ -1,0 +1,35 @@
+"""Transposed copies of 8-bit matrices, tile by tile: see `turned.py`, whose numbers these are."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+TILE = 128
+"""Rows and columns of a tile: what is read and what is written at a time are then whole lines of the cache."""
+
+
+@triton.jit
+def _turn(values, shares, out, rows, columns, SHARED: tl.constexpr, TILE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    tile = tl.load(values + row[:, None] * columns + column[None, :], mask=inside)
+    if SHARED:
+        share = tl.load(shares + row, mask=row < rows, other=0.0)
+        tile = (tile.to(tl.float32) * share[:, None]).to(out.dtype.element_ty)
+    tl.store(out + column[None, :] * rows + row[:, None], tile, mask=inside)
+
+
+def turned(values: Tensor, shares: Tensor | None) -> Tensor:
+    """The transposed matrix; with `shares`, each row times its own."""
+    rows, columns = values.shape
+    out = torch.empty(columns, rows, dtype=values.dtype, device=values.device)
+    grid = (triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))
+    if shares is None:
+        _turn[grid](values.view(torch.uint8), values, out.view(torch.uint8), rows, columns, False, TILE, num_warps=8)
+    else:
+        _turn[grid](values, shares, out, rows, columns, True, TILE, num_warps=8)
+    return out
