@@ -7,7 +7,8 @@
 The constructor runs once on the meta device, and the operations that make or change values are written down. `fill`
 performs them again on the host, in the same order and with the same generator, and lets go of each tensor after its
 last use, so that memory stays near the largest one. What a constructor draws only to overwrite it later is drawn into
-a scratch tensor: the generator has to move on as it would have.
+a scratch tensor: the generator has to move on as it would have. Large draws in a row are made by several threads, up to
+a gigabyte ahead (`stream`).
 
 A tensor is known by its storage and where it lies in it, never by its Python object: then views, `.data`, `detach` and
 `nn.Parameter` need no record. A constructor that looks at values that are not there yet (it calls `.item()` on a random
@@ -31,12 +32,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import arg_tree_leaves, tree_leaves, tree_map
 
 from meshrun.errors import RunFailed
+from meshrun.parallel import stream
 
 Take = Callable[[str, Tensor], None]
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 KNOWN = 32 << 10  # bytes of a tensor that is also computed while recording, for constructors that read a small table
 OUTSIDE = 64 << 20  # bytes from numpy or from earlier tensors that a recording may hold
+AHEAD = 1 << 30  # bytes that are drawn at once, by several threads
+MANY = 1 << 25  # draws for which threads pay
 
 # After these nothing is left of what the written tensor held, and none of it was looked at.
 OVERWRITING = frozenset(
@@ -190,20 +194,64 @@ def _do(step: _Step, values: Values) -> None:
 
 def _perform(program: list[_Stop], seed: int, take: Take) -> None:
     values: Values = {}
-    default = torch.get_default_dtype()
+    drawn: Values = {}
+    default, looked = torch.get_default_dtype(), 0
     torch.manual_seed(seed)
     try:
-        for stop in program:
+        for number, stop in enumerate(program):
             if stop.step is not None:
-                torch.set_default_dtype(stop.step.default_dtype)
-                _do(stop.step, values)
-                torch.set_default_dtype(default)
+                if stop.step.draws and number >= looked:
+                    drawn, looked = _drawn_ahead(program, number)
+                if number in drawn:
+                    values[stop.step.args[0].storage] = drawn.pop(number)
+                else:
+                    torch.set_default_dtype(stop.step.default_dtype)
+                    _do(stop.step, values)
+                    torch.set_default_dtype(default)
             for name, ref in stop.finished:
                 take(name, _open(ref, values))
             for storage in stop.drop:
                 values.pop(storage, None)
     finally:
         torch.set_default_dtype(default)
+
+
+def _drawn_ahead(program: list[_Stop], start: int) -> tuple[Values, int]:
+    """What draws from here on have given, by the number of their step, and the step before which to look again."""
+    found: dict[int, _Step] = {}
+    size, end, threads = 0, len(program), torch.get_num_threads()
+    for number in range(start, len(program)):
+        step = program[number].step
+        if step is None or not step.draws:
+            continue
+        if not _is_plain(step) or (found and size + step.args[0].nbytes > AHEAD):
+            end = max(number, start + 1)
+            break
+        found[number], size = step, size + step.args[0].nbytes
+    if threads < 3 or size < MANY * torch.float32.itemsize:
+        return {}, end
+    draws = {number: _draw(step) for number, step in found.items()}
+    stream.fill(list(draws.values()), threads)
+    return {number: draw.tensor.untyped_storage() for number, draw in draws.items()}, end
+
+
+def _draw(step: _Step) -> stream.Draw:
+    """A draw that is plain, into a tensor of its own."""
+    ref, *given = step.args
+    bounds = (given[0] if given else 0.0, given[1] if len(given) > 1 else 1.0)
+    kind = "normal_" if step.call is torch.ops.aten.normal_.default else "uniform_"
+    return stream.Draw(torch.empty(ref.size, dtype=torch.float32, device=CPU), kind, bounds)
+
+
+def _is_plain(step: _Step) -> bool:
+    """Whether a draw fills one whole tensor of fp32 by the stream."""
+    if step.call not in (torch.ops.aten.normal_.default, torch.ops.aten.uniform_.default):
+        return False
+    ref, numbers = step.args[0], step.args[1:]
+    whole = ref.dtype == torch.float32 and ref.covers_storage() and torch.Size(ref.size).numel() >= stream.GROUP
+    ordered = torch.empty(ref.size, device=META).stride() == ref.stride
+    known = all(isinstance(each, int | float) for each in numbers)
+    return whole and ordered and known and all(each is None for each in step.kwargs.values())
 
 
 def _arrange(steps: list[_Step], named: list[tuple[str, _Ref]]) -> list[_Stop]:

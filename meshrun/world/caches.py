@@ -11,6 +11,7 @@ written.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -32,9 +33,14 @@ def keep_compiled_code() -> str | None:
     return why
 
 
+def _is_torchs_own(folder: Path) -> bool:
+    """Whether nobody has chosen a folder: torch sets the variable to its own, in /tmp, when its compiler is loaded."""
+    return folder.parent == Path(tempfile.gettempdir()) and folder.name.startswith("torchinductor_")
+
+
 def settings(env: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
     """The variables to set, or why compiled code is not kept; the folder is made."""
-    if env.get(CODE):
+    if env.get(CODE) and not _is_torchs_own(Path(env[CODE])):
         return {}, None
     folder, lost = compile_folder(env), "compiled code is not kept for the next run"
     if folder is None:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshrun.errors import RunFailed
+from meshrun.parallel import construct
 from meshrun.parallel.construct import Blueprint, blueprint
 
 SEED = 7
@@ -192,31 +193,39 @@ def python_random() -> nn.Module:
     return nn.Sequential(nn.Linear(random.randint(2, 9), int(np.random.randint(2, 9))), nn.Dropout(random.random()))
 
 
-@pytest.mark.parametrize(
-    "build",
-    [
-        mlp,
-        cnn,
-        tied,
-        drawn_parameters,
-        legacy_constructors,
-        truncated,
-        orthogonal,
-        reinitialised,
-        written_in_parts,
-        aliases,
-        tables,
-        reads_a_small_table,
-        bfloat16,
-        python_random,
-        lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 3),
-        lambda: nn.Embedding(10, 4, padding_idx=3),
-        lambda: nn.LSTM(4, 5, 2),
-        lambda: weight_norm(nn.Linear(8, 6)),
-        lambda: spectral_norm(nn.Linear(8, 6)),
-    ],
-)
+BUILDS: list[Build] = [
+    mlp,
+    cnn,
+    tied,
+    drawn_parameters,
+    legacy_constructors,
+    truncated,
+    orthogonal,
+    reinitialised,
+    written_in_parts,
+    aliases,
+    tables,
+    reads_a_small_table,
+    bfloat16,
+    python_random,
+    lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, 32), 3),
+    lambda: nn.Embedding(10, 4, padding_idx=3),
+    lambda: nn.LSTM(4, 5, 2),
+    lambda: weight_norm(nn.Linear(8, 6)),
+    lambda: spectral_norm(nn.Linear(8, 6)),
+]
+
+
+@pytest.mark.parametrize("build", BUILDS)
 def test_values_are_those_of_the_plain_constructor(build: Build) -> None:
+    assert_recorded(build)
+
+
+@pytest.mark.parametrize("build", BUILDS)
+def test_values_that_threads_have_drawn_ahead_are_the_same(monkeypatch: pytest.MonkeyPatch, build: Build) -> None:
+    monkeypatch.setattr(construct, "MANY", 16)
+    monkeypatch.setattr(construct, "AHEAD", 1000)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert_recorded(build)
 
 

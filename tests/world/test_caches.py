@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ def test_it_is_below_the_cache_directory_of_the_user(tmp_path: Path):
 def test_who_has_chosen_a_folder_keeps_it(tmp_path: Path):
     assert settings({CODE: "/elsewhere", "XDG_CACHE_HOME": str(tmp_path)}) == ({}, None)
     assert list(tmp_path.iterdir()) == []
+    found, _ = settings({CODE: f"{tempfile.gettempdir()}/torchinductor_me", "XDG_CACHE_HOME": str(tmp_path)})
+    assert CODE in found, "that is what torch has set itself"
     found, _ = settings({KERNELS: "/elsewhere", "XDG_CACHE_HOME": str(tmp_path)})
     assert found[KERNELS] == "/elsewhere"
 
