@@ -43,15 +43,17 @@ from meshrun.train import graphs
 from meshrun.train.bad_samples import BadSamples
 from meshrun.train.bad_steps import Policy, Verdict
 from meshrun.train.data_wait import Tally
-from meshrun.train.evaluate import Scores, evaluate
+from meshrun.train.evaluate import Scores, at_once, evaluate, fitting_on
 from meshrun.train.in_backward import refuse_in_backward
 from meshrun.train.keeper import Keeper
 from meshrun.train.optim import make, refuse_unless_by_element, set_learning_rate
 from meshrun.train.recovery import Keeping
-from meshrun.train.state import plain
+from meshrun.train.state import Copier, plain
 from meshrun.train.states import in_eight_bits
 from meshrun.train.step import Inspect, Stepper
 from meshrun.train.totals import Totals, Update
+from meshrun.train.writing import Writing
+from meshrun.world.caches import keep_compiled_code
 from meshrun.world.cores import granted, quota
 
 Record = Callable[..., None]
@@ -123,6 +125,8 @@ class Trainer:
         _refuse_settings(experiment, self.here.layout, how)
         refuse_in_backward(experiment, self.here.layout, how, inspect is not None, self.policy.looks_first)
         self.placed = build(experiment, self.here, how)
+        if self.placed.chosen["compile"] and (lost := keep_compiled_code()) is not None:
+            self.placed.notes.append(lost)
         self.reading = Reading(
             cut=Cut(experiment.micro, **asdict(self.placed.cutting)),
             workers=_workers(self.here, experiment.train) if workers is None else workers,
@@ -151,6 +155,9 @@ class Trainer:
         self.made_groups = [plain(group) for group in self.optimizer.param_groups]
         self._unsettled: deque[Update] = deque()
         self._back = (0, 0)
+        self._first, self._fitting = math.inf, 0
+        self._writing: Writing | None = None
+        self.copier = Copier()
         self.keeper = Keeper(self, keeping) if keeping is not None else None
         device, shown = self.here.device, inspect is not None
         why = graphs.objection(how.graphs, device, self.here.size, self.total_steps, shown, how.update_in_backward)
@@ -183,6 +190,7 @@ class Trainer:
     def steps(self) -> Iterator[Update]:
         """Train, yielding after every update."""
         self.placed.train(True)
+        self._first = self.step
         loader = Loader(self.experiment.train, self.order, self.here.replica, self.here.replicas, self.reading)
         lag = 1 if self.here.device.type == "cuda" and not self.policy.looks_first else 0
         read = loader.steps(self.step, self.total_steps)
@@ -228,9 +236,16 @@ class Trainer:
             self.life.mark(phase, self.step + ahead)
 
     def settle(self, but: int = 0) -> None:
-        """Look at the numbers of all finished updates but the last ones."""
+        """Look at the numbers of all finished updates but the last ones; if all, also end what is being written."""
         while len(self._unsettled) > but:
             self._settle(self._unsettled.popleft())
+        if self._writing is not None and not but:
+            writing, self._writing = self._writing, None
+            error = writing.finish()
+            # Not before: a state that is saved from here on says that these weights are there.
+            self.totals.best = writing.about
+            if error is not None:
+                self.tell("note", text=f"{_not_written(writing.path, error)}; the training goes on")
 
     def try_a_step(self) -> None:
         """Compute the first step once more, for what that settles, and forget its gradients."""
@@ -243,8 +258,17 @@ class Trainer:
     def evaluate(self) -> Scores:
         """Loss and metrics of every evaluation set, every sample once."""
         began = time.perf_counter()
+        # Asked once, after the first steps: later, evaluations themselves are part of what memory was taken for.
+        if not self._fitting and self.step > self._first:
+            self._fitting = fitting_on(self.here.device, at_once(self.here, self.placed, self.experiment))
         self.totals.scores = evaluate(
-            self.here, self.placed, self.experiment, self.reading, self._mark_evaluating, self._note_bad
+            self.here,
+            self.placed,
+            self.experiment,
+            self.reading,
+            self._mark_evaluating,
+            self._note_bad,
+            self._fitting,
         )
         self.evaluated = self.step
         seconds = time.perf_counter() - began
@@ -364,12 +388,21 @@ class Trainer:
         loss = scores[first]["loss"]
         if loss < self.totals.best.get("loss", math.inf):
             best = {"step": self.step, **scores[first]}
-            self._keep("best", best)
-            # Who goes on from here believes that they are kept, so nobody does before they are.
-            self.here.gathered(None)
-            self.totals.best = best
+            if self.weights is not None and self._has_time_to_write:
+                path = self.weights / "best.safetensors"
+                self._writing = Writing.begin(dict(self.placed.weights()), path, best)
+            else:
+                self._keep("best", best)
+                # Who goes on from here believes that they are kept, so nobody does before they are.
+                self.here.gathered(None)
+                self.totals.best = best
         if self.keeper is not None:
             self.keeper.remember()
+
+    @property
+    def _has_time_to_write(self) -> bool:
+        """Whether the host is free while the device computes, and nobody else waits for what is written."""
+        return self.here.size == 1 and self.here.device.type == "cuda"
 
     def _keep(self, name: str, about: dict[str, Any]) -> None:
         """Write the weights, under the model's own names; ranks that hold parts of them send these to rank 0."""
@@ -383,14 +416,17 @@ class Trainer:
             try:
                 save_weights(whole, path, about)
             except OSError as error:
-                sentence = f"cannot write {path}: {error.strerror or error}"
                 if name == "last":
-                    raise RunFailed(f"{sentence}; make room and `meshrun resume` the run") from error
-                self.tell("note", text=f"{sentence}; the training goes on")
+                    raise RunFailed(f"{_not_written(path, error)}; make room and `meshrun resume` the run") from error
+                self.tell("note", text=f"{_not_written(path, error)}; the training goes on")
 
     def tell(self, kind: str, **fields: Any) -> None:
         if self.record is not None:
             self.record(kind, **fields)
+
+
+def _not_written(path: Path, error: OSError) -> str:
+    return f"cannot write {path}: {error.strerror or error}"
 
 
 def refuse(experiment: Experiment, layout: Layout, how: How) -> None:

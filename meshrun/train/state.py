@@ -119,25 +119,11 @@ class Moment:
 
 
 class Copies(Mapping[str, Tensor]):
-    """Copies of many small tensors, made in few operations; they are cut apart for who looks at them, which is rare."""
+    """Copies of many small tensors, in a few that are cut apart for who looks at them, which is rare."""
 
-    @torch.no_grad()
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
-        self._names = list(tensors)
-        self._copies: dict[str, Tensor] | None = None
-        self._others: dict[str, Tensor] = {}
-        groups: dict[tuple[torch.dtype, int], tuple[list[str], list[Tensor]]] = {}
-        for name, each in tensors.items():
-            if (dims := each.dim()) > 1:
-                self._others[name] = each.clone()
-                continue
-            names, found = groups.setdefault((each.dtype, dims), ([], []))
-            names.append(name)
-            found.append(each)
-        self._joined = [
-            (names, [each.numel() for each in found], torch.cat(found) if dims else torch.stack(found), dims)
-            for (_, dims), (names, found) in groups.items()
-        ]
+    def __init__(self, names: list[str], joined: list[tuple[list[str], list[int], Tensor]]) -> None:
+        self._names, self._joined = names, joined
+        self._apart: dict[str, Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self._names)
@@ -146,17 +132,51 @@ class Copies(Mapping[str, Tensor]):
         return iter(self._names)
 
     def __getitem__(self, name: str) -> Tensor:
-        if self._copies is None:
-            self._copies = dict(self._others)
-            for names, sizes, joined, dims in self._joined:
-                parts = joined.split(sizes) if dims else joined.unbind()
-                self._copies.update(zip(names, parts, strict=True))
-        return self._copies[name]
+        if self._apart is None:
+            parts = (zip(names, _parts(whole, sizes), strict=True) for names, sizes, whole in self._joined)
+            self._apart = dict(each for pairs in parts for each in pairs)
+        return self._apart[name]
+
+
+def _parts(whole: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    return whole.split(sizes) if sizes else whole.unbind()
+
+
+class Copier:
+    """Copies a model's buffers in few operations; which of them belong together is found once."""
+
+    def __init__(self) -> None:
+        self._names: list[str] = []
+        self._kinds: list[tuple[list[str], list[int]]] = []
+
+    @torch.no_grad()
+    def __call__(self, tensors: Mapping[str, Tensor]) -> Copies:
+        names = list(tensors)
+        if names != self._names:
+            self._names, self._kinds = names, self._sorted(tensors)
+        joined = []
+        for alike, sizes in self._kinds:
+            found = [tensors[name] for name in alike]
+            joined.append((alike, sizes, torch.cat(found) if sizes else torch.stack(found)))
+        return Copies(names, joined)
+
+    def _sorted(self, tensors: Mapping[str, Tensor]) -> list[tuple[list[str], list[int]]]:
+        """Names of rows of one type, with their lengths, and of others of one type and shape, without."""
+        rows: dict[torch.dtype, tuple[list[str], list[int]]] = {}
+        others: dict[tuple[torch.dtype, torch.Size], tuple[list[str], list[int]]] = {}
+        for name, each in tensors.items():
+            if each.dim() == 1:
+                names, sizes = rows.setdefault(each.dtype, ([], []))
+                names.append(name)
+                sizes.append(len(each))
+            else:
+                others.setdefault((each.dtype, each.shape), ([], []))[0].append(name)
+        return [*rows.values(), *others.values()]
 
 
 def moment(trainer: Trainer) -> Moment:
     """The present one."""
-    buffers = Copies(trainer.placed.own_buffers())
+    buffers = trainer.copier(trainer.placed.own_buffers())
     return Moment(trainer.step, trainer.evaluated, Drawn.now(trainer.here.device), buffers)
 
 

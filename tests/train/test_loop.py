@@ -17,7 +17,8 @@ from torch.utils.data import TensorDataset
 from meshrun import Here, Loss, RunFailed, UserError, accuracy, cross_entropy, mean_squared_error
 from meshrun.data.order import Order
 from meshrun.experiment import Experiment
-from meshrun.state.weights import load_weights
+from meshrun.state.weights import load_weights, save_weights
+from meshrun.train import writing
 from meshrun.train.loop import Trainer
 from tests.train.small import on_ranks, plainly, points, small, start_on_cpu
 
@@ -120,6 +121,39 @@ def test_the_best_weights_are_those_of_the_lowest_loss_and_the_last_are_kept_as_
     assert last.at.item() == pytest.approx(5, abs=1e-3)
     assert result["eval"]["decides"]["loss"] == pytest.approx(4, rel=1e-3), "the scores are those of the last weights"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best.safetensors", "last.safetensors"]
+
+
+def test_the_best_weights_may_be_written_while_the_training_goes_on(
+    alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As on a GPU: what is written is as it was, and nobody says that it is there before it is."""
+    monkeypatch.setattr(Trainer, "_has_time_to_write", True)
+    monkeypatch.setattr(writing, "save_weights", lambda *given: (time.sleep(0.1), save_weights(*given)))
+    trainer = Trainer(wandering(), alone, eval_every=1, weights=tmp_path)
+    said: list[int | None] = []
+    for _ in trainer.steps():
+        said.append(trainer.totals.best.get("step"))
+        trainer._evaluate_and_keep()
+        assert trainer.step > 3 or trainer.totals.best.get("step") != trainer.step
+    assert said == [None, 1, 2, 3, 3] and trainer.totals.best["step"] == 3
+    best = Wandering()
+    assert load_weights(best, tmp_path / "best.safetensors")["step"] == 3
+    assert best.at.item() == pytest.approx(3, abs=1e-3)
+
+
+def test_best_weights_that_cannot_be_written_are_told(alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Trainer, "_has_time_to_write", True)
+    told: list[str] = []
+
+    def record(kind: str, **fields: Any) -> None:
+        if kind == "note":
+            told.append(fields["text"])
+
+    (tmp_path / "weights").write_text("a file where a folder should be")
+    trainer = Trainer(wandering(), alone, eval_every=1, weights=tmp_path / "weights", record=record)
+    for _ in trainer.steps():
+        trainer._evaluate_and_keep()
+    assert told and all(text.startswith(f"cannot write {tmp_path}/weights/best.safetensors: ") for text in told)
 
 
 def test_weights_are_evaluated_every_so_many_steps_and_once_at_the_end(alone: Here):
