@@ -22,7 +22,7 @@ dp alone needs none of it but 2, 4, 5, 6 and 9, and goes through DistributedData
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -217,8 +217,7 @@ def build(experiment: Experiment, here: Here, how: How) -> Placed:
 
 
 def _replicated(experiment: Experiment, here: Here, how: How, moment: Moment) -> tuple[Placed, Ways]:
-    torch.manual_seed(experiment.seed)
-    model = experiment.model()
+    model, plan = _made(experiment, here.device)
     _refuse_other(model)
     _same_numbers(model, moment)
     eight, ways = experiment.precision == "float8", _ways(experiment, here, how, model)
@@ -226,12 +225,29 @@ def _replicated(experiment: Experiment, here: Here, how: How, moment: Moment) ->
     ways = ways.without_segments() if not names else ways
     notes = float8.apply(model, names, here.device, torchao=True) if eight else []
     notes += _on_segments(model, list(enumerate(names)), ways, moment)
-    model.to(here.device)
+    if plan is None:
+        model.to(here.device)
+    else:
+        _allocate({0: model}, here.device)
+        plan.fill(partial(_give, dict(model.named_parameters()) | dict(model.named_buffers())))
     if how.sync_batchnorm and (mesh := here.submesh("dp")) is not None:
         sync_batchnorms(model, mesh.get_group())
     arithmetic = partial(computing, experiment.precision, here.device)
     shortened = experiment.precision != "fp32"
     return dp.apply(model, here, moment, arithmetic, how.compress, notes, shortened=shortened), ways
+
+
+def _made(experiment: Experiment, device: torch.device) -> tuple[nn.Module, Blueprint | None]:
+    """The model with its values; or without them, and the way to them, which several threads go at once for a GPU."""
+    if device.type == "cuda":
+        plan = blueprint(experiment.model, experiment.seed)
+        return plan.model, plan if plan.reason is None else None
+    torch.manual_seed(experiment.seed)
+    return experiment.model(), None
+
+
+def _give(own: Mapping[str, Tensor], name: str, values: Tensor) -> None:
+    own[name].copy_(values)
 
 
 def _meshed(experiment: Experiment, here: Here, how: How, moment: Moment) -> tuple[Placed, Ways]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshrun import Experiment, Here, Loss, UserError, mesh
+from meshrun.parallel import build as build_module
 from meshrun.parallel.build import How, build
 from meshrun.parallel.placed import Placed, call
 
@@ -102,3 +103,49 @@ def test_inputs_are_spread_over_the_models_arguments():
     a, b = torch.tensor(5.0), torch.tensor(3.0)
     assert call(TwoInputs(), (a, b)) == call(TwoInputs(), [a, b]) == call(TwoInputs(), {"b": b, "a": a}) == 2
     assert call(nn.Identity(), a) == 5
+
+
+class Mixed(nn.Module):
+    """Tied weights, statistics, a table that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(40, 30), nn.BatchNorm1d(30)
+        self.head = nn.Linear(30, 40)
+        self.head.weight = self.embed.weight
+        self.register_buffer("places", torch.arange(30.0) / 7, persistent=False)
+
+
+def test_values_that_are_drawn_for_a_gpu_are_those_of_the_constructor(monkeypatch: pytest.MonkeyPatch):
+    """On a GPU a model is laid out first and filled then; here the host is laid out for."""
+    made = build_module._made
+    monkeypatch.setattr(build_module, "_made", lambda experiment, _: made(experiment, torch.device("cuda")))
+    here = start_on_cpu(1)
+    try:
+        model = built(Mixed, here, seed=5).model
+    finally:
+        mesh.finish()
+        mesh.use(mesh.Meeting())
+    torch.manual_seed(5)
+    plain = Mixed()
+    assert model.head.weight is model.embed.weight
+    for found, wanted in (
+        (model.named_parameters(), plain.named_parameters()),
+        (model.named_buffers(), plain.named_buffers()),
+    ):
+        for (name, a), (also, b) in zip(found, wanted, strict=True):
+            assert name == also and torch.equal(a, b), name
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_weights_are_those_of_the_host():
+    mesh.use(mesh.Meeting(device="cuda"))
+    try:
+        model = built(lambda: nn.Sequential(nn.Linear(6000, 6000), nn.Linear(6000, 2)), mesh.start(), seed=5).model
+    finally:
+        mesh.finish()
+        mesh.use(mesh.Meeting())
+    torch.manual_seed(5)
+    plain = nn.Sequential(nn.Linear(6000, 6000), nn.Linear(6000, 2))
+    for (name, found), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert found.is_cuda and torch.equal(found.cpu(), wanted), name
