@@ -12,24 +12,25 @@ TILE = 128
 
 
 @triton.jit
-def _turn(values, shares, out, rows, columns, SHARED: tl.constexpr, TILE: tl.constexpr):
+def _turn(values, shares, out, rows, columns, PER_ROW: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tile = tl.load(values + row[:, None] * columns + column[None, :], mask=inside)
     if SHARED:
-        share = tl.load(shares + row, mask=row < rows, other=0.0)
+        share = tl.load(shares + row * PER_ROW, mask=row < rows, other=0.0)
         tile = (tile.to(tl.float32) * share[:, None]).to(out.dtype.element_ty)
     tl.store(out + column[None, :] * rows + row[:, None], tile, mask=inside)
 
 
 def turned(values: Tensor, shares: Tensor | None) -> Tensor:
-    """The transposed matrix; with `shares`, each row times its own."""
+    """The transposed matrix; with `shares`, times the one of each row, or of all."""
     rows, columns = values.shape
-    out = torch.empty(columns, rows, dtype=values.dtype, device=values.device)
+    out = torch.empty(columns, rows, dtype=torch.float8_e4m3fn, device=values.device)
     grid = (triton.cdiv(rows, TILE), triton.cdiv(columns, TILE))
     if shares is None:
-        _turn[grid](values.view(torch.uint8), values, out.view(torch.uint8), rows, columns, False, TILE, num_warps=8)
+        bits = values.view(torch.uint8)
+        _turn[grid](bits, bits, out.view(torch.uint8), rows, columns, 0, False, TILE, num_warps=8)
     else:
-        _turn[grid](values, shares, out, rows, columns, True, TILE, num_warps=8)
+        _turn[grid](values, shares, out, rows, columns, int(shares.numel() > 1), True, TILE, num_warps=8)
     return out

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from meshrun.kernels.turned import FORMAT
 from meshrun.parallel.float8 import InFloat8
-from meshrun.parallel.float8_product import FORMAT, quantised
+from meshrun.parallel.float8_product import quantised
 
 
 def gather_in_float8(part: nn.Module) -> None:

@@ -31,9 +31,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshrun.kernels.turned import turned
+from meshrun.kernels.turned import FORMAT, turned
 
-FORMAT = torch.float8_e4m3fn
 MULTIPLE = 16
 """What sizes of matrices must be a multiple of."""
 SCALING = "row"
@@ -52,22 +51,28 @@ _LEAST = 64
 
 
 def quantised(values: Tensor, scaling: str = "row") -> tuple[Tensor, Tensor]:
-    """Numbers in float8, and by row (or all in one) the power of two that they must be multiplied with.
+    """Numbers in float8, and by row (or all in one) the power of two that they must be multiplied with."""
+    scale = _scales(values, scaling)
+    return (values.detach().float() * _inverse(scale)).to(FORMAT).contiguous(), scale
 
-    By the bits of the largest value, since a logarithm would be off by one now and then. What is not finite has a scale
-    that is not, and so are the results.
+
+def _scales(values: Tensor, scaling: str = "row") -> Tensor:
+    """By the bits of the largest value, since a logarithm would be off by one now and then. What is not finite has a
+    scale that is not, and so are the results.
     """
     # Wide before the maximum: a compiler rounds what it writes down and not what it still has at hand, and a largest
     # value that rounds over a power of two would give two scales for one row.
-    wide = values.detach().float()
-    largest = wide.abs().amax(-1, keepdim=True)
+    largest = values.detach().float().abs().amax(-1, keepdim=True)
     if scaling == "tensor":
         largest = largest.amax(0, keepdim=True)
     above = (largest.view(torch.int32) + _CARRY) >> 23
     exponent = torch.where(above < 255, (above - _TOP).clamp(min=_LEAST), 255)
-    scale = (exponent << 23).view(torch.float32)
-    inverse = (2 * _ONE - scale.view(torch.int32)).view(torch.float32)
-    return (wide * inverse).to(FORMAT).contiguous(), scale
+    return (exponent << 23).view(torch.float32)
+
+
+def _inverse(scale: Tensor) -> Tensor:
+    """By bits too: a division on a GPU need not be exact."""
+    return (2 * _ONE - scale.view(torch.int32)).view(torch.float32)
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, weight8: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -97,7 +102,7 @@ class _Product(torch.autograd.Function):
         inputs8, scale = quantised(inputs, SCALING)
         if made is None or made_scale is None:
             weight8, weight_scale = quantised(weight)
-            # Made again in the backward pass, rather than kept for all layers until then.
+            # The backward pass makes it of the weight again, rather than that it is kept for all layers until then.
             ctx.save_for_backward(inputs8, scale, weight)
         else:
             weight8, weight_scale = made, made_scale
@@ -109,32 +114,34 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         inputs8, scale, *weights = ctx.saved_tensors
-        weight8, weight_scale = weights if len(weights) == 2 else quantised(weights[0])
         gradient8, gradient_scale = quantised(gradients[0], SCALING)
         for_inputs = for_weight = None
         if ctx.needs_input_grad[0]:
-            columns, common = _turned(weight8, weight_scale, gradient_scale)
+            if len(weights) == 2:
+                columns, common = _turned(weights[0], weights[1], gradient_scale)
+            else:
+                common = _scales(weights[0]).amax()
+                columns = turned(weights[0].detach(), _inverse(common), gradient_scale)
             product = _multiplied(gradient8, columns.t(), common)
             for_inputs = (product * gradient_scale.to(product.dtype)).to(ctx.kinds[0])
         if ctx.needs_input_grad[1]:
             rows, common = _turned(gradient8, gradient_scale * scale, gradient_scale)
-            columns, _ = _turned(inputs8, None, None if TURNED_EARLY else gradient_scale)
+            columns = turned(inputs8, None, None if TURNED_EARLY else gradient_scale)
             for_weight = _multiplied(rows, columns.t(), common, kind=ctx.kinds[1])
         return for_inputs, for_weight, None, None
 
 
-def _turned(values8: Tensor, scale: Tensor | None, after: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def _turned(values8: Tensor, scale: Tensor, after: Tensor) -> tuple[Tensor, Tensor]:
     """The transposed matrix, with one scale for all of it where there was one a row.
 
     `after` are scales of the gradient: without them, a compiler that cuts the passes apart would do this in the forward
     pass already, and keep copies of all weights for the backward pass.
     """
-    common = None if scale is None else scale.amax()
-    share = None
-    if scale is not None and common is not None and scale.shape[0] > 1:
-        bits = scale.view(torch.int32) - common.view(torch.int32) + _ONE
-        share = bits.clamp(min=0).view(torch.float32)
-    return turned(values8, share, after), common
+    common = scale.amax()
+    if scale.shape[0] == 1:
+        return turned(values8, None, after), common
+    bits = scale.view(torch.int32) - common.view(torch.int32) + _ONE
+    return turned(values8, bits.clamp(min=0).view(torch.float32), after), common
 
 
 def _multiplied(

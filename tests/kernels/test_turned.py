@@ -21,6 +21,8 @@ def compare(values: Tensor, shares: Tensor) -> None:
     assert found.is_contiguous() and torch.equal(found.float(), values.float().t())
     wanted = (values.float() * shares).to(values.dtype).float().t()
     assert torch.equal(turned(values, shares, None).float(), wanted)
+    wide = values.bfloat16() * 32
+    assert torch.equal(turned(wide, torch.tensor(2.0**-5).to(values.device), None).float(), values.float().t())
 
 
 def test_rows_become_columns_each_times_its_share():
