@@ -58,8 +58,11 @@ def test_like_blocks_share_a_graph_whose_dropout_is_that_of_each(wanted: Result,
 def test_compiled_segments_go_with_other_axes(layout: str, wanted: Result):
     """What is on its way when it enters a compiled block would give a wrong gradient of the embedding."""
     mesh.use(mesh.Meeting(layout=layout, device="cpu"))
-    assert_same(trained(program("small_llama", STEPS), How(compile=True, recompute="every-2")), wanted)
-    assert graphs() == 2
+    trainer = Trainer(program("small_llama", STEPS), mesh.start(), how=How(compile=True, recompute="every-2"))
+    list(trainer.steps())
+    assert trainer.totals.losses == pytest.approx(wanted.losses, rel=1e-5)
+    assert trainer.totals.grad_norms == pytest.approx(wanted.grad_norms, rel=1e-5)
+    assert graphs() == 1, "of all blocks"
 
 
 def test_a_batch_of_another_size_is_compiled_once_more_and_then_never_again(alone: Here):
