@@ -352,7 +352,14 @@ def _ways(experiment: Experiment, here: Here, how: How, model: nn.Module) -> Way
     parameters = sum(each.numel() for each in model.parameters())
     steps = compiled.steps_of(experiment)
     choice = compiled.chosen(how.compile, here.layout, here.device, parameters, steps)
-    return choose.ways(choice, how.recompute, here.device, model)
+    if how.compile is None and choice.compile:
+        choice = compiled.if_much(choice, parameters, steps * experiment.batch)
+    found = choose.ways(choice, how.recompute, here.device, model)
+    if found.channels_last and experiment.precision == "fp32":
+        # Convolutions that round nothing have their kernels for channels that come first.
+        torch.backends.cudnn.benchmark = True
+        return replace(found, channels_last=False)
+    return found
 
 
 def _on_segments(model: nn.Module, own: list[tuple[int, str]], ways: Ways, moment: Moment) -> list[str]:

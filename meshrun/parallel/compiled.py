@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_map_only
 from meshrun.experiment import Experiment
 from meshrun.layout import Layout
 
-ENOUGH_PARAMETERS, ENOUGH_STEPS = 5_000_000, 100
-"""Compiling takes up to half a minute: for less it does not pay."""
+ENOUGH_PARAMETERS, ENOUGH_STEPS, ENOUGH_WORK = 5_000_000, 100, 400_000_000_000
+"""Compiling takes up to half a minute: for less it does not pay. Work is parameters times samples."""
 GRAPHS = 64
 """Graphs of one function. torch would stop at 8, but all blocks of a convolutional network are one function, and each
 width, with and without a shortcut, in training and in evaluation, is a graph of its own."""
@@ -57,6 +57,13 @@ def chosen(asked: bool | None, layout: Layout, device: torch.device, parameters:
     if steps < ENOUGH_STEPS:
         return Choice(False, f"the run has {steps:,} steps; from {ENOUGH_STEPS:,} on it pays")
     return Choice(True, f"{parameters:,} parameters and {steps:,} steps on a GPU")
+
+
+def if_much(choice: Choice, parameters: int, samples: int) -> Choice:
+    """The same where so many samples are much work; many small steps are soon done, and are replayed as graphs."""
+    if parameters * samples >= ENOUGH_WORK:
+        return choice
+    return Choice(False, f"{samples:,} samples are too little work for {parameters:,} parameters to be compiled")
 
 
 def _cannot(layout: Layout) -> str | None:

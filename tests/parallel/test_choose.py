@@ -15,7 +15,7 @@ from meshrun.errors import RunFailed
 from meshrun.layout import parse
 from meshrun.parallel.build import How, build
 from meshrun.parallel.choose import Choosing, fitting, ways
-from meshrun.parallel.compiled import Choice, chosen
+from meshrun.parallel.compiled import Choice, chosen, if_much
 from meshrun.parallel.dropout import Moment
 from meshrun.parallel.placed import Piece, nobody
 from meshrun.parallel.recompute import Measured, Recomputing, apply
@@ -193,6 +193,12 @@ def test_what_a_segment_would_keep_is_seen_when_it_is_computed_again():
     for total in totals:
         total.backward()
     assert twice.measured is not None and twice.measured.kept() == {0: 14, 1: 22}
+
+
+def test_many_small_steps_are_not_worth_half_a_minute_of_compiling():
+    pays = Choice(True, "")
+    assert not if_much(pays, 11_200_000, 12_200).compile, "a ResNet-18 that sees each of 244 pictures fifty times"
+    assert if_much(pays, 25_600_000, 256 * 100) is pays and if_much(pays, 1_100_000_000, 16 * 100) is pays
 
 
 def test_running_statistics_do_not_count_twice_what_is_computed_twice():
