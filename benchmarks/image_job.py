@@ -134,7 +134,7 @@ def run(side: str, pictures: Path, epochs: int, folder: Path) -> tuple[float, fl
     """Seconds of a fresh process from its start to its end, and the accuracy that it has reached."""
     if side == "meshrun":
         words = ["-m", "meshrun", "run", __file__, "--images", str(pictures), "--epochs", str(epochs)]
-        words += ["--no-compile", "--runs", str(folder), "--json"]  # compiling would take longer than the job
+        words += ["--runs", str(folder), "--json"]
     else:
         words = [__file__, "--side", side, "--pictures", str(pictures), "--epochs", str(epochs)]
     folder.mkdir()
