@@ -81,6 +81,9 @@ class Memory(Protocol):
     def let_go(self) -> None:
         """Give back what is not in use."""
 
+    def is_recording(self) -> bool:
+        """Whether steps are being written down, and nothing can be given back."""
+
 
 class OnDevice:
     """A GPU's memory."""
@@ -105,6 +108,9 @@ class OnDevice:
     def let_go(self) -> None:
         gc.collect()  # what a step has left in cycles
         torch.cuda.empty_cache()
+
+    def is_recording(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
 
 
 def fitting(kept: Mapping[int, int], least: int, budget: int) -> str:
@@ -168,6 +174,8 @@ class Choosing:
             try:
                 return self._step(step, *about)
             except torch.OutOfMemoryError as error:
+                if self.memory.is_recording():
+                    raise  # for who records: without that it may well fit
                 higher = LEVELS[LEVELS.index(self.twice.level) + 1 :]
                 if not self.may_repeat or not higher:
                     raise RunFailed(_too_large(self.memory.budget())) from error

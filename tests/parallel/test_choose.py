@@ -98,6 +98,9 @@ class Played:
         assert self.model.weight.grad is None
         self.held = self.held_before
 
+    def is_recording(self) -> bool:
+        return False
+
     def step(self, step: int, *_: Any) -> str:
         self.held_before = self.held
         self.steps.append(self.twice.level)

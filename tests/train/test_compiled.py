@@ -26,11 +26,12 @@ STEPS = 2
 
 
 @pytest.fixture(autouse=True)
-def traced_in_one_piece(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs, forward and backward, are those of any compiler, but no code is made of them; a break is an error."""
+def traced_in_one_piece(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A break is an error; graphs are those of any compiler, but on a CPU no code is made of them."""
     torch._dynamo.reset()
     counters.clear()
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager", fullgraph=True))
+    backend = "aot_eager" if request.node.get_closest_marker("gpu") is None else "inductor"
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend, fullgraph=True))
     yield
     torch._dynamo.reset()
 
@@ -74,6 +75,27 @@ def test_a_batch_of_another_size_is_compiled_once_more_and_then_never_again(alon
     assert trainer.totals.losses == pytest.approx(plain.totals.losses, rel=1e-6)
     # The first block's inputs have no gradient, those of the others have.
     assert made == [2, 2, 2, 4, 4, 4, 4, 4], "batches of eight, eight, eight, six, and the same again"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-4), ("bf16", 3e-2)])
+def test_on_a_gpu_compiled_segments_train_as_plain_ones(precision: str, tolerance: float):
+    """With dropout, and with activations that the first step computes twice to see what they take."""
+    mesh.use(mesh.Meeting(device="cuda"))
+    try:
+        found = []
+        for how in (How(), How(compile=True, recompute="auto")):
+            trainer = Trainer(program("small_llama", STEPS + 1, precision=precision), mesh.start(), how=how)
+            list(trainer.steps())
+            trainer.evaluate()
+            found.append(trainer)
+    finally:
+        mesh.finish()
+        mesh.use(mesh.Meeting())
+    plain, compiled = found
+    assert compiled.totals.losses == pytest.approx(plain.totals.losses, rel=tolerance)
+    assert compiled.totals.grad_norms == pytest.approx(plain.totals.grad_norms, rel=tolerance)
+    assert compiled.placed.chosen["recompute"] == "none" and graphs() == 2
 
 
 def test_what_was_chosen_is_known(alone: Here):
