@@ -13,12 +13,16 @@ TILE = 128
 
 @triton.jit
 def _turn(values, shares, out, rows, columns, PER_ROW: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    # Far places by 64 bits, those inside of a tile by 32.
+    first_row, first_column = tl.program_id(0).to(tl.int64) * TILE, tl.program_id(1).to(tl.int64) * TILE
+    values += first_row * columns + first_column
+    out += first_column * rows + first_row
+    row, column = tl.arange(0, TILE), tl.arange(0, TILE)
+    there = first_row + row < rows
+    inside = there[:, None] & (first_column + column < columns)[None, :]
     tile = tl.load(values + row[:, None] * columns + column[None, :], mask=inside)
     if SHARED:
-        share = tl.load(shares + row * PER_ROW, mask=row < rows, other=0.0)
+        share = tl.load(shares + (first_row + row) * PER_ROW, mask=there, other=0.0)
         tile = (tile.to(tl.float32) * share[:, None]).to(out.dtype.element_ty)
     tl.store(out + column[None, :] * rows + row[:, None], tile, mask=inside)
 

@@ -37,6 +37,9 @@ MULTIPLE = 16
 """What sizes of matrices must be a multiple of."""
 SCALING = "row"
 """What of inputs and gradients has one scale: "row" for a token, "tensor" for all of a micro-batch."""
+FAST = frozenset({"outputs"})
+"""Which of the products "outputs", "inputs", "weight" (the gradients of these) are added up with fewer bits, which is
+faster on Hopper. Gradients are added up further, and the weight's over all tokens at once."""
 TURNED_EARLY = True
 """Whether compiled code transposes inputs in the forward pass, where they are at hand, once for all layers that share
 them, and keeps them so. Else it computes them again in the backward pass where that is cheap: a byte less a number is
@@ -108,7 +111,7 @@ class _Product(torch.autograd.Function):
             weight8, weight_scale = made, made_scale
             ctx.save_for_backward(inputs8, scale, weight8, weight_scale)
         ctx.kinds = inputs.dtype, weight.dtype
-        product = _multiplied(inputs8, weight8.t(), fast=True)
+        product = _multiplied(inputs8, weight8.t(), fast="outputs" in FAST)
         return product * scale.to(product.dtype) * weight_scale.t().to(product.dtype)
 
     @staticmethod
@@ -122,12 +125,12 @@ class _Product(torch.autograd.Function):
             else:
                 common = _scales(weights[0]).amax()
                 columns = turned(weights[0].detach(), _inverse(common), gradient_scale)
-            product = _multiplied(gradient8, columns.t(), common)
+            product = _multiplied(gradient8, columns.t(), common, fast="inputs" in FAST)
             for_inputs = (product * gradient_scale.to(product.dtype)).to(ctx.kinds[0])
         if ctx.needs_input_grad[1]:
             rows, common = _turned(gradient8, gradient_scale * scale, gradient_scale)
             columns = turned(inputs8, None, None if TURNED_EARLY else gradient_scale)
-            for_weight = _multiplied(rows, columns.t(), common, kind=ctx.kinds[1])
+            for_weight = _multiplied(rows, columns.t(), common, kind=ctx.kinds[1], fast="weight" in FAST)
         return for_inputs, for_weight, None, None
 
 
@@ -147,10 +150,7 @@ def _turned(values8: Tensor, scale: Tensor, after: Tensor) -> tuple[Tensor, Tens
 def _multiplied(
     left: Tensor, right: Tensor, scale: Tensor | None = None, kind: torch.dtype = torch.bfloat16, fast: bool = False
 ) -> Tensor:
-    """The product of two matrices of float8, the first one row by row in memory, the second one column by column.
-
-    `fast` adds up with fewer bits, which is a tenth faster, and good enough where the result is not summed up further.
-    """
+    """The product of two matrices of float8, the first one row by row in memory, the second one column by column."""
     one = torch.ones((), device=left.device)
     if left.is_cuda:
         return torch._scaled_mm(left, right, one if scale is None else scale, one, out_dtype=kind, use_fast_accum=fast)
