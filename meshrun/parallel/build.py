@@ -368,7 +368,7 @@ def _on_segments(model: nn.Module, own: list[tuple[int, str]], ways: Ways, momen
     if ways.channels_last:
         compiled.channels_last(model)
     if ways.compile.compile:
-        compiled.apply([module for _, module in modules])
+        compiled.apply([module for _, module in modules], ways.compile.asked)
     if ways.twice is None:
         return []
     recompute.apply(modules, ways.twice, moment)

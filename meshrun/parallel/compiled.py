@@ -2,7 +2,7 @@
 
     choice = chosen(how.compile, layout, here.device, parameters=1_100_000_000, steps=600)       # Choice(True, "…")
     if choice.compile:
-        apply(segments)
+        apply(segments, choice.asked)
     channels_last(model)                     # images on a GPU: the order of memory that its convolutions want
 
 What a segment's `forward` does is compiled and nothing around it, so what axes do before and after a segment (gathering
@@ -40,6 +40,8 @@ class Choice:
 
     compile: bool
     why: str
+    asked: bool = False
+    """Whether the user wants it, and so wants to hear where it cannot be."""
 
 
 def chosen(asked: bool | None, layout: Layout, device: torch.device, parameters: int, steps: int) -> Choice:
@@ -47,7 +49,7 @@ def chosen(asked: bool | None, layout: Layout, device: torch.device, parameters:
     if (reason := _cannot(layout)) is not None:
         return Choice(False, reason)
     if asked is not None:
-        return Choice(asked, "asked for (--compile)" if asked else "asked for (--no-compile)")
+        return Choice(asked, "asked for (--compile)" if asked else "asked for (--no-compile)", asked=True)
     if device.type != "cuda":
         return Choice(False, f"the device is {device.type}")
     if importlib.util.find_spec("triton") is None:
@@ -79,13 +81,15 @@ def steps_of(experiment: Experiment) -> int:
     return experiment.steps or round((experiment.epochs or 0) * len(experiment.train) / experiment.batch)
 
 
-def _prepare() -> None:
+def _prepare(asked: bool) -> None:
     """Set torch up for all that is compiled in this process."""
     import torch._dynamo
     import torch._functorch.config
     import torch._inductor.config
 
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
+    # What nobody has asked for must not end a training: what cannot be compiled is computed as it is written.
+    torch._dynamo.config.suppress_errors = not asked
     # What is kept from an earlier run is looked for, both as a graph and as its forward and backward passes.
     torch._inductor.config.fx_graph_cache = True
     torch._functorch.config.enable_autograd_cache = True
@@ -94,9 +98,9 @@ def _prepare() -> None:
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
 
 
-def apply(segments: Sequence[nn.Module]) -> None:
+def apply(segments: Sequence[nn.Module], asked: bool) -> None:
     """Compile what segments do, in place. Single layers of torch are kernels already; alone they are compiled too."""
-    _prepare()
+    _prepare(asked)
     worth = [each for each in segments if not _is_kernel(each)] or segments
     for segment in worth:
         segment.forward = functools.partial(_arrived, torch.compile(segment.forward))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from meshrun import Here, mesh
+from meshrun.parallel import compiled
 from meshrun.parallel.build import How
 from meshrun.train.loop import Trainer
 from tests.train.small import small
@@ -92,10 +93,10 @@ def test_on_a_gpu_compiled_segments_train_as_plain_ones(precision: str, toleranc
     finally:
         mesh.finish()
         mesh.use(mesh.Meeting())
-    plain, compiled = found
-    assert compiled.totals.losses == pytest.approx(plain.totals.losses, rel=tolerance)
-    assert compiled.totals.grad_norms == pytest.approx(plain.totals.grad_norms, rel=tolerance)
-    assert compiled.placed.chosen["recompute"] == "none" and graphs() == 2
+    plain, fast = found
+    assert fast.totals.losses == pytest.approx(plain.totals.losses, rel=tolerance)
+    assert fast.totals.grad_norms == pytest.approx(plain.totals.grad_norms, rel=tolerance)
+    assert fast.placed.chosen["recompute"] == "none" and graphs() == 2
 
 
 def test_what_was_chosen_is_known(alone: Here):
@@ -121,6 +122,22 @@ class Block(nn.Module):
 
 def blocks() -> nn.Module:
     return nn.Sequential(Block(), Block(), Block(), nn.Linear(5, 3))
+
+
+def no_compiler(*_: object) -> None:
+    raise RuntimeError("there is no compiler here")
+
+
+def test_what_cannot_be_compiled_ends_a_training_only_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile.func, backend=no_compiler))
+    block, x = Block(), torch.ones(2, 5)
+    wanted = block(x)
+    compiled.apply([block], asked=False)
+    assert torch.equal(block(x), wanted)
+    torch._dynamo.reset()
+    compiled.apply([block], asked=True)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed):
+        block(x)
 
 
 STARTED = """
