@@ -65,7 +65,7 @@ def apply(model: nn.Module, segments: Sequence[str], device: torch.device, torch
             f"float8: no linear layer of this model qualifies (sizes that are multiples of {MULTIPLE}, and at least "
             f"{LEAST:,} weights, inside of the segments), so all of it computes in bf16"
         ]
-    if torchao and _through_torchao(model, set(names)):
+    if torchao and _through_torchao(model, set(names), device):
         return [f"float8: {len(names)} linear layers compute in it, through torchao"]
     for name in names:
         module = model.get_submodule(name)
@@ -103,16 +103,14 @@ def _qualifies(layer: nn.Linear) -> bool:
     return part.numel() >= LEAST and not any(size % MULTIPLE for size in part.shape)
 
 
-def _through_torchao(model: nn.Module, names: set[str]) -> bool:
+def _through_torchao(model: nn.Module, names: set[str], device: torch.device) -> bool:
     """Whether torchao is there, and has converted these layers: one scale a tensor, its fastest recipe."""
     try:
         from torchao.float8 import Float8LinearConfig, convert_to_float8_training
     except ImportError:
         return False
-    emulate = not torch.cuda.is_available()
-    convert_to_float8_training(
-        model, config=Float8LinearConfig(emulate=emulate), module_filter_fn=lambda _, name: name in names
-    )
+    config = Float8LinearConfig(emulate=device.type != "cuda")
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in names)
     return True
 
 

@@ -83,7 +83,8 @@ def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None, weight8: tuple[T
     only what the gradient is for, and nobody looks at its values.
     """
     on = inputs.device.type
-    kind = torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else inputs.dtype
+    casts = on != "meta" and torch.is_autocast_enabled(on)
+    kind = torch.get_autocast_dtype(on) if casts else inputs.dtype
     rows = inputs.reshape(-1, inputs.shape[-1])
     # The weight's gradient is summed over rows: zeros change nothing.
     missing = -rows.shape[0] % MULTIPLE

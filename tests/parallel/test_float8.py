@@ -35,6 +35,11 @@ ROUNDING = 0.04
 @pytest.fixture(autouse=True)
 def small_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(float8, "LEAST", 1)
+    monkeypatch.setattr(float8, "_through_torchao", lambda *_: False)
+
+
+def small_layers_on_this_rank() -> None:
+    float8.LEAST, float8._through_torchao = 1, lambda *_: False
 
 
 def off(found: Tensor, wanted: Tensor) -> float:
@@ -230,6 +235,18 @@ def test_parameters_and_state_are_those_of_the_model():
     assert "float8: 14 linear layers compute in it" in placed.notes
 
 
+THROUGH_TORCHAO = float8._through_torchao
+
+
+def test_torchao_computes_where_it_is_installed(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(float8, "_through_torchao", THROUGH_TORCHAO)
+    here = start_on_cpu(1)
+    trainer = Trainer(experiment(), here)
+    assert "float8: 14 linear layers compute in it, through torchao" in trainer.placed.notes
+    assert trainer.train()["losses"] == pytest.approx(alone("bf16").losses, rel=0.02)
+
+
 def on(*layouts: str) -> Any:
     """Runs a test once on each of these layouts."""
     cases = [pytest.param(each, marks=pytest.mark.ranks(parse(each).size), id=each) for each in layouts]
@@ -238,7 +255,7 @@ def on(*layouts: str) -> Any:
 
 def assert_as_one_process(layout: str, how: How, wanted: Result) -> None:
     """Within what bf16 sums allow too."""
-    float8.LEAST = 1
+    small_layers_on_this_rank()
     mesh.use(mesh.Meeting(layout=layout, device="cpu"))
     found = trained(experiment(), how)
     assert max(differences(found, wanted).values()) < 1e-3, differences(found, wanted)
@@ -257,7 +274,7 @@ def test_recomputed_blocks_train_as_one_process(layout: str, wanted: Result):
 
 @pytest.mark.ranks(2)
 def test_fsdp_gathers_weights_in_8_bits_and_holds_no_others():
-    float8.LEAST = 1
+    small_layers_on_this_rank()
     mesh.use(mesh.Meeting(layout="fsdp=2", device="cpu"))
     sent: list[int] = []
     gather = dist.distributed_c10d.all_gather_into_tensor
