@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -224,12 +225,8 @@ def _replicated(experiment: Experiment, here: Here, how: How, moment: Moment) ->
     names = segments.find(model, experiment.segments) if ways.by_segment or eight else []
     ways = ways.without_segments() if not names else ways
     notes = float8.apply(model, names, here.device, torchao=True) if eight else []
-    notes += _on_segments(model, list(enumerate(names)), ways, moment)
-    if plan is None:
-        model.to(here.device)
-    else:
-        _allocate({0: model}, here.device)
-        plan.fill(partial(_give, dict(model.named_parameters()) | dict(model.named_buffers())))
+    with _filled(model, plan, here.device):
+        notes += _on_segments(model, list(enumerate(names)), ways, moment)
     if how.sync_batchnorm and (mesh := here.submesh("dp")) is not None:
         sync_batchnorms(model, mesh.get_group())
     arithmetic = partial(computing, experiment.precision, here.device)
@@ -244,6 +241,22 @@ def _made(experiment: Experiment, device: torch.device) -> tuple[nn.Module, Blue
         return plan.model, plan if plan.reason is None else None
     torch.manual_seed(experiment.seed)
     return experiment.model(), None
+
+
+@contextmanager
+def _filled(model: nn.Module, plan: Blueprint | None, device: torch.device) -> Iterator[None]:
+    """The model is on the device, with its values, after this; they are drawn beside what is done in here."""
+    if plan is None:
+        yield
+        model.to(device)
+        return
+    _allocate({0: model}, device)
+    own = dict(model.named_parameters()) | dict(model.named_buffers())
+    # Meanwhile torch's compiler is loaded, which takes seconds too.
+    with ThreadPoolExecutor(1) as beside:
+        filling = beside.submit(plan.fill, partial(_give, own))
+        yield
+        filling.result()
 
 
 def _give(own: Mapping[str, Tensor], name: str, values: Tensor) -> None:
