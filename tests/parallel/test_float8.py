@@ -24,7 +24,7 @@ from meshrun.recipes import llama
 from meshrun.recipes.llama import PLAN, Llama, Shape, segments
 from meshrun.train.loop import Trainer
 from tests.programs.small_llama import phrases
-from tests.train.small import start_on_cpu
+from tests.train.small import points, small, start_on_cpu
 from tests.train.whole import Result, differences, trained, weight_difference
 
 SHAPE = Shape(32, 64, layers=2, heads=4, kv_heads=2, ffn=128, context=8)
@@ -265,6 +265,30 @@ def assert_as_one_process(layout: str, how: How, wanted: Result) -> None:
 @on("dp=2", "fsdp=2", "tp=2", "pp=2", "fsdp=2,tp=2")
 def test_layouts_train_as_one_process(layout: str, wanted: Result):
     assert_as_one_process(layout, How(), wanted)
+
+
+def with_biases() -> nn.Module:
+    inside = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64))
+    return nn.Sequential(nn.Linear(5, 64), inside, nn.Linear(64, 3))
+
+
+@pytest.fixture
+def wanted_with_biases() -> Result:
+    start_on_cpu(1)
+    try:
+        return trained(small(20, 8, 2, model=with_biases, precision="float8", evals={"val": points(9)}))
+    finally:
+        mesh.finish()
+        mesh.use(mesh.Meeting())
+
+
+@on("tp=2", "fsdp=2")
+def test_biases_are_added_once(layout: str, wanted_with_biases: Result):
+    small_layers_on_this_rank()
+    mesh.use(mesh.Meeting(layout=layout, device="cpu"))
+    found = trained(small(20, 8, 2, model=with_biases, precision="float8", evals={"val": points(9)}))
+    assert max(differences(found, wanted_with_biases).values()) < 5e-3, differences(found, wanted_with_biases)
+    assert mesh.start().rank > 0 or weight_difference(found, wanted_with_biases)[0] < 2e-2
 
 
 @on("dp=2", "fsdp=2:zero2")
