@@ -140,7 +140,9 @@ class Choosing:
         """Told when something was chosen: a sentence, where it is worth one."""
         # Running statistics have seen the part of a batch that was computed before memory was out.
         self.may_repeat = may_repeat and here.size == 1 and not placed.own_buffers()
-        self._placed, self._step = placed, placed.step
+        self.computes = placed.step
+        """What computes a step; another may take its place."""
+        self._placed = placed
         twice.level, twice.measured = "full", Measured(memory.allocated)
         self._least: int | None = None
         """What the first step needed beside what was there before it."""
@@ -172,7 +174,7 @@ class Choosing:
     def _fitted(self, step: int, *about: Any) -> Outcome:
         while True:
             try:
-                return self._step(step, *about)
+                return self.computes(step, *about)
             except torch.OutOfMemoryError as error:
                 if self.memory.is_recording():
                     raise  # for who records: without that it may well fit

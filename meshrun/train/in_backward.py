@@ -29,6 +29,7 @@ from meshrun.layout import Layout
 from meshrun.mesh import Here
 from meshrun.parallel import fsdp
 from meshrun.parallel.build import How
+from meshrun.parallel.choose import Choosing
 from meshrun.parallel.masters import local
 from meshrun.parallel.meshed import Meshed
 from meshrun.parallel.placed import Asked, Outcome, Piece, Placed, Score, Shard, norms
@@ -92,7 +93,13 @@ class InBackward:
         )
         for shard, parameter in zip(self.placed.shards, computed, strict=True):
             parameter.register_post_accumulate_grad_hook(self._hook(shard, groups[shard.parameter]))
+        self._pass = self.placed.step
         if meshed is not None:
+            # Who finds out by the layout's own step what is computed twice has to see this one instead.
+            if isinstance(meshed.step, Choosing):
+                meshed.step.computes = self._on_mesh
+            else:
+                self._pass = self._on_mesh
             self._before_backward = meshed.pipeline.settings.before_backward
             meshed.pipeline.settings.before_backward = self._agree
 
@@ -132,16 +139,20 @@ class InBackward:
     def _computed(self, step: int, pieces: list[Piece], samples: int, loss: Score, asked: Asked) -> Outcome:
         """What the layout's own step does, with gradients that are gone when it is done."""
         with self.here.waiting(f"the gradients of step {step + 1}"):
-            if not isinstance(self.placed, Meshed):
-                outcome = self.placed.step(step, pieces, samples, loss, asked)
-                return Outcome(outcome.own, outcome.sums, self._square_sum(outcome.own).sqrt())
-            layout, pipeline = self.here.layout, self.placed.pipeline
-            own = pipeline.train(step, pieces, layout.dp * layout.fsdp / samples, loss)
-            for part in pipeline.parts.values():
-                fsdp.settle(part)
-            everyone = torch.cat([own, own.new_full((1,), asked()), self._square_sum(own).reshape(1)])
-            dist.all_reduce(everyone)
-            return Outcome(own, everyone[:3], everyone[3].sqrt())
+            outcome = self._pass(step, pieces, samples, loss, asked)
+            if isinstance(self.placed, Meshed):
+                return outcome
+            return Outcome(outcome.own, outcome.sums, self._square_sum(outcome.own).sqrt())
+
+    def _on_mesh(self, step: int, pieces: list[Piece], samples: int, loss: Score, asked: Asked) -> Outcome:
+        assert isinstance(self.placed, Meshed)
+        layout, pipeline = self.here.layout, self.placed.pipeline
+        own = pipeline.train(step, pieces, layout.dp * layout.fsdp / samples, loss)
+        for part in pipeline.parts.values():
+            fsdp.settle(part)
+        everyone = torch.cat([own, own.new_full((1,), asked()), self._square_sum(own).reshape(1)])
+        dist.all_reduce(everyone)
+        return Outcome(own, everyone[:3], everyone[3].sqrt())
 
     def _square_sum(self, like: Tensor) -> Tensor:
         """This rank's share in the square of the whole gradient's norm."""

@@ -15,7 +15,10 @@ from torch.optim import SGD, AdamW
 
 from meshrun import Experiment, Loss, UserError, mesh
 from meshrun.layout import parse
+from meshrun.parallel import choose
 from meshrun.parallel.build import How
+from meshrun.parallel.choose import Ways
+from meshrun.parallel.recompute import Recomputing
 from meshrun.train.bad_steps import Policy
 from meshrun.train.in_backward import refuse_in_backward
 from meshrun.train.loop import Trainer
@@ -79,6 +82,30 @@ def test_losses_norms_and_weights_are_those_of_an_update_after_it(layout: str, o
 def test_with_moments_in_8_bits_it_is_the_same_too():
     plain, mine = (trained("dp=1", experiment("AdamW"), replace(how, states="8bit")) for how in (How(), AT_ONCE))
     assert mine.totals.losses == pytest.approx(plain.totals.losses, rel=1e-6)
+
+
+class Roomy:
+    """The memory of a GPU in which all fits."""
+
+    def __init__(self, *_: Any) -> None:
+        self.begin = self.let_go = lambda: None
+        self.allocated = self.peak = lambda: 0
+        self.budget = lambda: 1
+        self.is_recording = lambda: False
+
+
+@pytest.mark.parametrize("layout", [pytest.param("dp=1"), pytest.param("fsdp=2", marks=pytest.mark.ranks(2))])
+def test_no_more_is_computed_twice_than_memory_asks_for(layout: str):
+    """As with `--recompute auto` on GPUs."""
+    plain = trained(layout, experiment(), AT_ONCE)
+    twice = Recomputing("full")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(choose, "ways", lambda choice, *_: Ways(choice, twice, auto=True, channels_last=False))
+        patch.setattr(choose, "OnDevice", Roomy)
+        mine = trained(layout, experiment(), AT_ONCE)
+    assert (twice.level, twice.measured) == ("none", None) and mine.placed.chosen["recompute"] == "none"
+    assert mine.totals.losses == pytest.approx(plain.totals.losses, rel=1e-6)
+    assert mine.totals.grad_norms == pytest.approx(plain.totals.grad_norms, rel=1e-5)
 
 
 @contextmanager
