@@ -345,8 +345,8 @@ def _memory(device: torch.device) -> int:
 def _build(make: Callable[[], Side], device: torch.device, warm_up: int) -> Built:
     on_gpu = device.type == "cuda"
     if on_gpu:
+        torch.cuda.synchronize(device)  # before it nothing is known of the device, not even its statistics
         torch.cuda.reset_peak_memory_stats(device)
-        torch.cuda.synchronize(device)
     began = time.perf_counter()
     _own.side = make()
     losses = [_loss(next(_own.side))]

@@ -49,7 +49,7 @@ def adamw_(
         factor = factor if isinstance(factor, Tensor) else float(factor)
         _adamw_triton.launch(parameter, gradient, exp_avg, exp_avg_sq, copy, factor, numbers, decoupled)
         return
-    gradient = gradient.float() * factor
+    gradient = gradient.to(parameter.dtype) * factor
     if weight_decay and decoupled:
         parameter.mul_(1 - lr * weight_decay)
     elif weight_decay:
@@ -110,7 +110,7 @@ def adamw_many_(
     fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
     fused(
         [parameter for parameter, *_ in rest],
-        torch._foreach_mul([gradient.float() for _, gradient, *_ in rest], factor),
+        torch._foreach_mul([gradient.to(parameter.dtype) for parameter, gradient, *_ in rest], factor),
         [exp_avg for _, _, exp_avg, *_ in rest],
         [exp_avg_sq for *_, exp_avg_sq, _ in rest],
         [],

@@ -101,6 +101,7 @@ class Meshed:
         self._ties = _ties(here, self.held)
         self.trained = [each for each in self.held if each.parameter.requires_grad]
         self._holders_of: dict[tuple[bool, tuple[int, ...]], tuple[int, ...]] = {}
+        self._copies_on_device: dict[tuple[int, ...], Tensor] = {}
         self.chosen: dict[str, Any] = {}
         self.shards = [self._shard(each) for each in self.trained]
         self.frozen = [self._shard(each) for each in self.held if not each.parameter.requires_grad]
@@ -152,13 +153,19 @@ class Meshed:
         own = self.pipeline.train(step, [self._mine(each) for each in pieces], self._divided_by / samples, loss)
         self._finish_gradients()
         gradients = self._gradients()
-        copies = [each.copies for each in self.shards if each.parameter.grad is not None]
         squares = norms(gradients).to(own.device) ** 2 if gradients else own.new_zeros(0)
-        share = (squares / torch.tensor(copies, dtype=torch.float64, device=own.device)).sum()
+        share = (squares / self._copies(own.device)).sum()
         counted = own if self._counts_here else torch.zeros_like(own)
         everyone = torch.cat([counted, own.new_full((1,), asked()), share.reshape(1)])
         dist.all_reduce(everyone)
         return Outcome(own, everyone[:3], everyone[3].sqrt())
+
+    def _copies(self, device: torch.device) -> Tensor:
+        """How many ranks hold each gradient that there is; sent to a GPU once, since the host waits for it."""
+        copies = tuple(each.copies for each in self.shards if each.parameter.grad is not None)
+        if copies not in self._copies_on_device:
+            self._copies_on_device[copies] = torch.tensor(copies, dtype=torch.float64, device=device)
+        return self._copies_on_device[copies]
 
     def scores(self, pieces: Iterable[Piece], functions: Mapping[str, Score]) -> Tensor:
         self._same_on_all_chunks()

@@ -176,7 +176,8 @@ class _Run:
         for each in received:
             each.requires_grad_(training and each.is_floating_point())
         pipeline.moment.step = step
-        pipeline.moment.ids = torch.tensor(piece.ids, device=device)
+        # Sent so that the host does not wait.
+        pipeline.moment.ids = torch.tensor(piece.ids).to(device, non_blocking=True)
         pipeline.moment.positions, pipeline.moment.length = piece.positions, piece.length
         part = pipeline.parts[action.stage]
         with settings.attention(), settings.arithmetic():
@@ -270,14 +271,19 @@ class Incoming:
         )
         self.posted: dict[tuple[int, int], list[tuple[dist.Work, Tensor]]] = {}
 
+    @property
+    def _lane(self) -> Lane:
+        return self.run.pipeline._lanes[self.kind, self.around]
+
     def take(self, stage: int, piece: int) -> tuple[Tensor, ...]:
         while (stage, piece) not in self.posted:
             self._post()
         messages = self.posted.pop((stage, piece))
         for work, _ in messages:
             work.wait()
-        # The next one can arrive while this one is computed with.
-        self.ask_ahead()
+        if not self._lane.in_order:
+            # The next one can arrive while this one is computed with.
+            self.ask_ahead()
         device = self.run.pipeline.here.device
         return tuple(tensor.to(device) for _, tensor in messages)
 
@@ -288,7 +294,7 @@ class Incoming:
 
     def _post(self) -> None:
         stage, piece = self.coming.popleft()
-        device, lane = self.run.pipeline.here.device, self.run.pipeline._lanes[self.kind, self.around]
+        device, lane = self.run.pipeline.here.device, self._lane
         shapes = self.run.shapes_of(self.kind, stage, piece)
         if shapes is None:
             work, header = lane.receive((_HEADER,), torch.int64, self.peer, device)
@@ -305,6 +311,9 @@ class Lane:
     group: dist.ProcessGroup
     number: int
     through_host: bool
+    in_order: bool
+    """A message waits for all that were asked for or sent before it: asked for too early, it would hold up a send, and
+    neighbours that do so wait for each other in a circle."""
     counts: dict[tuple[str, int], int] = field(default_factory=dict)
 
     def send(self, tensor: Tensor, peer: int) -> tuple[dist.Work, Tensor]:
@@ -336,12 +345,12 @@ def _lanes(here: Here, chunks: int) -> dict[tuple[str, bool], Lane]:
     if dist.get_backend(group) == "gloo" or here.device.type == "cpu":
         # gloo cannot send from a GPU's memory.
         host = here.device.type == "cuda"
-        return {key: Lane(group, number, host) for number, key in enumerate(keys)}
+        return {key: Lane(group, number, host, False) for number, key in enumerate(keys)}
     lanes = {}
     for number, key in enumerate(keys):
         groups = [dist.new_group(list(ranks)) for ranks in here.layout.groups("pp")]
         mine = here.layout.groups("pp").index(here.layout.group_of(here.rank, "pp"))
-        lanes[key] = Lane(groups[mine], number, False)
+        lanes[key] = Lane(groups[mine], number, False, True)
     return lanes
 
 

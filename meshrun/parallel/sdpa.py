@@ -1,10 +1,11 @@
-"""Attention by cuDNN, where that is fastest: causal, long, without mask or dropout, on GPUs from Hopper on.
+"""Attention by cuDNN, where that is fastest and right: long, without mask or dropout, on GPUs from Hopper on.
 
     use_cudnn(here.device)          # F.scaled_dot_product_attention asks from now on who computes a call
 
-torch prefers its own flash attention, which takes half as long again there. The function is replaced once, for all of
-the process: a segment that is computed again in the backward pass must meet what it met in the forward pass. With a
-mask torch's cuDNN gives gradients that are not numbers (pytorch #196678), so all such calls stay torch's own.
+Flash attention takes half as long again there. torch 2.11 prefers cuDNN by itself, but with a mask too, and then its
+gradients may be no numbers (pytorch #196678): so torch is told to leave cuDNN alone, and the calls that are safe go to
+it from here. The function is replaced once, for all of the process: a segment that is computed again in the backward
+pass must meet what it met in the forward pass.
 """
 
 from __future__ import annotations
@@ -30,13 +31,12 @@ def cudnn_is_best(
     key: tuple[int, ...],
     value: tuple[int, ...],
     dtype: torch.dtype,
-    causal: bool,
     mask: bool,
     dropout: float,
     capability: tuple[int, int],
 ) -> bool:
     """Whether attention of these shapes, (samples, heads, tokens, size of a head), is for cuDNN."""
-    if capability < HOPPER or mask or dropout or not causal or dtype not in (torch.bfloat16, torch.float16):
+    if capability < HOPPER or mask or dropout or dtype not in (torch.bfloat16, torch.float16):
         return False
     if len(query) != 4 or len(key) != 4 or key != value or query[0] != key[0] or query[2:] != key[2:]:
         return False
@@ -47,7 +47,10 @@ def cudnn_is_best(
 
 def use_cudnn(device: torch.device) -> bool:
     """Replace torch's function by one that asks, where cuDNN can be used; returns whether it can."""
-    if device.type != "cuda" or not _works(device):
+    if device.type != "cuda":
+        return False
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if not _works(device):
         return False
     index = torch.cuda.current_device() if device.index is None else device.index  # tensors know it in any case
     _capable[index] = torch.cuda.get_device_capability(index)
@@ -80,22 +83,20 @@ def attention(
             enable_gqa=enable_gqa,
         )
     capability = _capable.get(query.device.index)
-    if capability is not None and query.is_cuda and is_causal and attn_mask is None and type(query) is Tensor:
+    if capability is not None and query.is_cuda and attn_mask is None and type(query) is Tensor:
         if torch.is_autocast_enabled("cuda"):  # which knows torch's own function, and casts for it
             kind = torch.get_autocast_dtype("cuda")
             query, key, value = query.to(kind), key.to(kind), value.to(kind)
         same = query.dtype == key.dtype == value.dtype and (enable_gqa or query.shape[1] == key.shape[1])
-        if same and cudnn_is_best(
-            query.shape, key.shape, value.shape, query.dtype, is_causal, False, dropout_p, capability
-        ):
-            return by_cudnn(query, key, value, scale)
+        if same and cudnn_is_best(query.shape, key.shape, value.shape, query.dtype, False, dropout_p, capability):
+            return by_cudnn(query, key, value, is_causal, scale)
     return PLAIN(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
-def by_cudnn(query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
-    """Causal attention; heads of queries may share those of keys and values."""
+def by_cudnn(query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float | None = None) -> Tensor:
+    """Attention without a mask; heads of queries may share those of keys and values."""
     found: Any = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, torch.is_grad_enabled(), 0.0, True, False, scale=scale
+        query, key, value, None, torch.is_grad_enabled(), 0.0, causal, False, scale=scale
     )
     out: Tensor = found[0]
     return out
@@ -110,13 +111,15 @@ def _works(device: torch.device) -> bool:
     shapes = ((1, 4, LONG, 64), (1, 2, LONG, 64), (1, 2, LONG, 64))
     q, k, v = (torch.randn(each, generator=generator, device=device, dtype=torch.bfloat16) for each in shapes)
     inputs = [each.requires_grad_() for each in (q, k, v)]
+    pairs: list[tuple[Tensor, Tensor]] = []
     try:
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
-            out = by_cudnn(q, k, v)
-            found = torch.autograd.grad(out.float().square().sum(), inputs)
-            plain = PLAIN(q, k, v, is_causal=True, enable_gqa=True)
-            wanted = torch.autograd.grad(plain.float().square().sum(), inputs)
+            for causal in (True, False):
+                out = by_cudnn(q, k, v, causal)
+                found = torch.autograd.grad(out.float().square().sum(), inputs)
+                plain = PLAIN(q, k, v, is_causal=causal, enable_gqa=True)
+                wanted = torch.autograd.grad(plain.float().square().sum(), inputs)
+                pairs += zip((out, *found), (plain, *wanted), strict=True)
     except RuntimeError:
         return False
-    pairs = zip((out, *found), (plain, *wanted), strict=True)
     return all(float((a - b).abs().max()) <= 0.05 * float(b.abs().max()) for a, b in pairs)

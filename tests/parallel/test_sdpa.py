@@ -21,7 +21,6 @@ GOOD: dict[str, Any] = {
     "key": (4, 8, 2048, 64),
     "value": (4, 8, 2048, 64),
     "dtype": torch.bfloat16,
-    "causal": True,
     "mask": False,
     "dropout": 0.0,
     "capability": (9, 0),
@@ -33,6 +32,7 @@ def as_it_was() -> Iterator[None]:
     """What a test replaces is torch's own again after it."""
     yield
     F.scaled_dot_product_attention = PLAIN
+    torch.backends.cuda.enable_cudnn_sdp(True)
     sdpa._capable.clear()
 
 
@@ -52,7 +52,6 @@ def test_long_causal_attention_is_for_cudnn(changes: dict[str, Any]):
     [
         {"dtype": torch.float32},
         {"capability": (8, 0)},
-        {"causal": False},
         {"mask": True},
         {"dropout": 0.1},
         sized(511, 64),
@@ -88,13 +87,14 @@ def test_gradients_of_heads_that_are_shared_have_their_shapes():
     q, k, v = (
         torch.empty(2, heads, 512, 64, device="meta", dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2, 2)
     )
-    found = torch.autograd.grad(by_cudnn(q, k, v).sum(), (q, k, v))
+    found = torch.autograd.grad(by_cudnn(q, k, v, True).sum(), (q, k, v))
     assert [each.shape for each in found] == [q.shape, k.shape, v.shape]
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("tokens, width", [(512, 64), (1000, 128), (2048, 64)])
-def test_on_a_gpu_values_and_gradients_are_those_of_plain_arithmetic(tokens: int, width: int):
+def test_on_a_gpu_values_and_gradients_are_those_of_plain_arithmetic(tokens: int, width: int, causal: bool):
     device = torch.device("cuda", 0)
     if not use_cudnn(device):
         pytest.skip("cuDNN computes no attention here")
@@ -108,12 +108,12 @@ def test_on_a_gpu_values_and_gradients_are_those_of_plain_arithmetic(tokens: int
     inputs = made(32), made(8), made(8)
     weights = torch.randn(2, 32, tokens, width, generator=generator, device=device)
     with profile(activities=[ProfilerActivity.CPU]) as seen:
-        out = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(*inputs, is_causal=causal, enable_gqa=True)
         found = torch.autograd.grad((out * weights).sum(), inputs)
     assert any("cudnn_attention" in event.key for event in seen.key_averages())
     exact = [each.detach().float().requires_grad_() for each in inputs]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        plain = PLAIN(*exact, is_causal=True, enable_gqa=True)
+        plain = PLAIN(*exact, is_causal=causal, enable_gqa=True)
     wanted = torch.autograd.grad((plain * weights).sum(), exact)
     for a, b in zip((out, *found), (plain, *wanted), strict=True):
         assert torch.isfinite(a).all()
@@ -134,3 +134,17 @@ def test_on_a_gpu_the_llama_recipe_takes_it(compiles: bool):
     with profile(activities=[ProfilerActivity.CPU]) as seen, torch.autocast("cuda", torch.bfloat16):
         model(torch.zeros(2, 512, dtype=torch.long, device=device)).float().sum().backward()
     assert any("cudnn_attention_backward" in event.key for event in seen.key_averages())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_mask_is_never_for_cudnn():
+    """At 64 tokens more than a multiple of 128 its gradients of queries are no numbers where a row's scores are low."""
+    device = torch.device("cuda", 0)
+    if not use_cudnn(device):
+        pytest.skip("cuDNN computes no attention here")
+    q, k, v = (torch.randn(2, 4, 576, 64, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    mask = torch.full((576, 576), -100.0, device=device, dtype=torch.bfloat16)
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        F.scaled_dot_product_attention(q, k, v, mask).float().sum().backward()
+    assert not any("cudnn" in event.key for event in seen.key_averages())
+    assert q.grad is not None and torch.isfinite(q.grad).all()

@@ -67,7 +67,9 @@ def test_a_level_says_which_segments_are_computed_twice(alone: Here, level: str,
 
 
 def test_a_level_that_is_none_is_refused(alone: Here):
-    with pytest.raises(UserError, match=r"recompute is 'some'; it must be auto, none, full, selective, or every-K.*--recomp"):
+    with pytest.raises(
+        UserError, match=r"recompute is 'some'; it must be auto, none, full, selective, or every-K.*--recomp"
+    ):
         Trainer(small(20, 6), alone, how=How(recompute="some"))
 
 
