@@ -28,8 +28,8 @@ MARGIN = 10.0
 """How many times the twin's differences a layout's may be."""
 GROSS = 1e-3
 """A first step that differs by more than this was not only rounded differently."""
-ROUNDING = {"fp32": 0.0, "bf16": 1e-3, "float8": 1e-2}
-"""The least tolerance in a precision. What ranks of tp add up was rounded on each, which no twin in one process does,
+TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3, "float8": 1e-2}
+"""Where none is given, by precision. What ranks of tp add up was rounded on each, which no twin in one process does,
 and where one number is rounded otherwise, float8 makes an eighth of it."""
 DRIVEN_BY_NOISE = 1e-6
 """Elements whose gradient never gets above this share of the model's largest are moved by rounding alone."""

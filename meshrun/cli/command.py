@@ -49,7 +49,12 @@ OF_VERIFY = [
         'What to compare with one process, such as "dp=2; fsdp=2,tp=2"; a covering set when absent.',
     ),
     Option("steps", int, 20, "Updates of each training."),
-    Option("tolerance", float, 1e-5, "Largest relative difference, where the model itself does not round by more."),
+    Option(
+        "tolerance",
+        float,
+        None,
+        "Largest relative difference, where the model itself rounds by no more: 1e-5, in bf16 1e-3, in float8 1e-2.",
+    ),
     Option("timeout", float, 120.0, "Seconds that a rank waits for the others before it gives up."),
     Option("keep", Path, None, "Folder to keep logs, weights and all that was compared in."),
 ]

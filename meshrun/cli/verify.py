@@ -113,8 +113,8 @@ def verify_command(asked: Asked) -> int:
     world = detect(os.environ)
     if world.size > 1:
         raise UserError(f"verify starts its own processes, but {world.source} has started {world.size}; start it once")
-    tolerance, keep = asked.beyond["tolerance"], asked.beyond.get("keep")
-    if not tolerance > 0:
+    tolerance, keep = asked.beyond.get("tolerance"), asked.beyond.get("keep")
+    if tolerance is not None and not tolerance > 0:
         raise UserError(f"tolerance is {tolerance}; it must be above 0 (--tolerance)")
     wanted = asked.beyond.get("layouts")
     layouts = _layouts_of(wanted) if wanted is not None else None
@@ -159,14 +159,14 @@ class Alone:
     allowed: Allowed
 
 
-def _verify(asked: Asked, layouts: list[Layout] | None, tolerance: float, folder: Path) -> Outcome:
-    from meshrun.check.verify import ROUNDING
+def _verify(asked: Asked, layouts: list[Layout] | None, tolerance: float | None, folder: Path) -> Outcome:
+    from meshrun.check.verify import TOLERANCE
     from meshrun.cli.rank import how_of, override
     from meshrun.parallel.build import demands_of
 
     config = replace(asked.config, runs=folder)
     experiment, _, _ = override(make(asked.target, config.options, config.data), config)
-    tolerance = max(tolerance, ROUNDING[experiment.precision])
+    tolerance = tolerance or TOLERANCE[experiment.precision]
     demands = demands_of(experiment)
     left_out: dict[str, str] = {}
     if layouts is None:

@@ -274,6 +274,13 @@ def test_verify_says_of_each_layout_whether_it_trains_the_same(tmp_path: Path):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("words, tolerance", [((), 1e-3), (("--tolerance", 1e-7), 1e-7)])
+def test_a_tolerance_that_is_given_holds_in_any_precision(tmp_path: Path, words: tuple[object, ...], tolerance: float):
+    given = ("--precision", "bf16", "--layouts", "pp=9", "--steps", 1, "--json", *words)
+    assert verify(tmp_path, "mistakes:local_clipping", *given).document["tolerance"] == tolerance
+
+
+@pytest.mark.timeout(300)
 def test_a_rank_that_fails_is_a_layout_that_differs(tmp_path: Path):
     ended = verify(tmp_path, "mistakes:failing_rank", "--layouts", "dp=2", "--keep", "kept")
     assert ended.status == 1, ended.err
