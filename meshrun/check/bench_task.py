@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -50,7 +51,7 @@ class Task:
         """Whether peers compute in bfloat16; none of them has float8 without other packages."""
         return self.experiment.precision != "fp32"
 
-    @property
+    @cached_property
     def order(self) -> Order:
         experiment = self.experiment
         return Order.of(experiment.train, experiment.batch, experiment.seed, experiment.shuffle)

@@ -78,7 +78,7 @@ def _forward(module: nn.Linear, later: Later, inputs: Tensor) -> Tensor:
     if not torch.is_grad_enabled() or not module.weight.requires_grad or not inputs.requires_grad:
         return nn.functional.linear(inputs, module.weight, module.bias)
     product = _Product.apply(inputs, module.weight, later)
-    return product if module.bias is None else product + module.bias
+    return product if module.bias is None else product + module.bias.to(product.dtype)
 
 
 def _is_split(module: nn.Linear) -> bool:

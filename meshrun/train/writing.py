@@ -24,7 +24,7 @@ class Writing:
 
     path: Path
     about: dict[str, Any]
-    _error: OSError | None = None
+    _error: Exception | None = None
     _thread: threading.Thread = field(init=False)
 
     @classmethod
@@ -37,10 +37,12 @@ class Writing:
 
     def finish(self) -> OSError | None:
         self._thread.join()
-        return self._error
+        if isinstance(self._error, OSError | None):
+            return self._error
+        raise self._error
 
     def _write(self, weights: dict[str, Tensor]) -> None:
         try:
             save_weights(weights, self.path, self.about)
-        except OSError as error:
+        except Exception as error:
             self._error = error
