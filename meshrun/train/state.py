@@ -78,7 +78,7 @@ class Drawn:
         return (
             torch.equal(self.generator, other.generator)
             and self.python == other.python
-            and self.numpy[2] == other.numpy[2]
+            and self.numpy[2:4] == other.numpy[2:4]  # the second half of a pair is drawn without moving on
             and np.array_equal(self.numpy[1], other.numpy[1])
             and (self.cuda is None or other.cuda is None or torch.equal(self.cuda, other.cuda))
         )
@@ -146,19 +146,19 @@ class Copier:
     """Copies a model's buffers in few operations; which of them belong together is found once."""
 
     def __init__(self) -> None:
-        self._names: list[str] = []
+        self._seen: list[tuple[str, torch.dtype, torch.Size]] = []
         self._kinds: list[tuple[list[str], list[int]]] = []
 
     @torch.no_grad()
     def __call__(self, tensors: Mapping[str, Tensor]) -> Copies:
-        names = list(tensors)
-        if names != self._names:
-            self._names, self._kinds = names, self._sorted(tensors)
+        seen = [(name, each.dtype, each.shape) for name, each in tensors.items()]  # a module may change a shape
+        if seen != self._seen:
+            self._seen, self._kinds = seen, self._sorted(tensors)
         joined = []
         for alike, sizes in self._kinds:
             found = [tensors[name] for name in alike]
             joined.append((alike, sizes, torch.cat(found) if sizes else torch.stack(found)))
-        return Copies(names, joined)
+        return Copies(list(tensors), joined)
 
     def _sorted(self, tensors: Mapping[str, Tensor]) -> list[tuple[list[str], list[int]]]:
         """Names of rows of one type, with their lengths, and of others of one type and shape, without."""
