@@ -16,7 +16,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,8 @@ _SWITCHES = inspect.signature(DistributedDataParallel.__init__).parameters
 _KEEP_BUFFERS: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _SWITCHES else "broadcast_buffers": False
 }
+
+Computed = TypeVar("Computed")
 
 
 def apply(
@@ -173,16 +176,20 @@ class Replicated:
         # A model that draws by them wants them on its device; sending them must not make the host wait.
         ids = torch.tensor(piece.ids)
         self.moment.ids = ids.to(self.here.device, non_blocking=True) if self._draws else ids
+        found = self._computed(lambda: counted(self._forward(piece.inputs), piece, loss))
+        self._copies_work = True
+        return found
+
+    def _computed(self, compute: Callable[[], Computed]) -> Computed:
+        """What a forward pass gives; if it cannot be done with matrices in bf16, with matrices in fp32."""
         try:
             with self._arithmetic():
-                found = counted(self._forward(piece.inputs), piece, loss)
+                return compute()
         except RuntimeError as error:
             if self._copies_work or not masters.is_about_types(error):
                 raise
-            self._compute_in_fp32()
-            return self._loss(step, piece, loss)
-        self._copies_work = True
-        return found
+        self._compute_in_fp32()
+        return self._computed(compute)
 
     def _collect_earlier(self) -> None:
         """After a micro-batch that is not the last one."""
@@ -203,10 +210,12 @@ class Replicated:
     def scores(self, pieces: Iterable[Piece], functions: Mapping[str, Score]) -> Tensor:
         sums = torch.zeros(len(functions), 2, dtype=torch.float64, device=self.here.device)
         for piece in pieces:
-            with self._arithmetic():
-                outputs = call(self.model, piece.inputs)
-                sums += torch.stack([as_sums(counted(outputs, piece, each)) for each in functions.values()])
+            sums += self._computed(partial(self._scores, piece, functions))
         return sums
+
+    def _scores(self, piece: Piece, functions: Mapping[str, Score]) -> Tensor:
+        outputs = call(self.model, piece.inputs)
+        return torch.stack([as_sums(counted(outputs, piece, each)) for each in functions.values()])
 
     def collect(self) -> None:
         masters.collect(self._copied)
@@ -222,17 +231,22 @@ class Replicated:
         return self._buffers.now()
 
     def habits(self) -> dict[str, Any]:
-        """How gradients are reduced. DDP lays them out anew after its first step, and the order of sums with them."""
-        if self._all_used is None:
-            return {}
-        wide = any(each.computed.dtype == each.parameter.dtype for each in self._copied)
-        return {"all_used": self._all_used, "settled": self._steps_through_ddp > 0, **({"wide": True} if wide else {})}
+        """Whether matrices must be fp32, and how gradients are reduced.
+
+        DDP lays them out anew after its first step, and the order of sums with them.
+        """
+        found: dict[str, Any] = {}
+        if any(each.computed.dtype == each.parameter.dtype for each in self._copied):
+            found["wide"] = True
+        if self._all_used is not None:
+            found |= {"all_used": self._all_used, "settled": self._steps_through_ddp > 0}
+        return found
 
     def take_up(self, habits: Mapping[str, Any]) -> bool:
+        if habits.get("wide") and not self._copies_work:
+            self._compute_in_fp32()
         if "all_used" not in habits or self._ddp is not None:
             return False
-        if habits.get("wide"):
-            self._compute_in_fp32()
         self._make_ddp(habits["all_used"])
         # Two numbers have but one sum; of three and more the order matters.
         return bool(habits["settled"]) and self.here.size > 2

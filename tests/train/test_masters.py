@@ -244,6 +244,29 @@ def test_a_model_that_does_not_compute_with_bf16_matrices_keeps_them_in_fp32(tmp
     assert resumed.totals.losses == trainer.totals.losses
 
 
+def test_a_model_that_wants_its_matrices_in_fp32_can_be_evaluated_before_its_first_step(alone: Here):
+    experiment = small(40, 12, 3, model=Spectral, precision="bf16", evals={"val": points(20, seed=1)})
+    wanted = Trainer(replace(experiment, precision="fp32"), alone).evaluate()["val"]["loss"]
+    trainer = Trainer(experiment, alone)
+    assert trainer.evaluate()["val"]["loss"] == pytest.approx(wanted, rel=2e-2)
+    list(trainer.steps())
+    assert sum("wants them in fp32" in each for each in trainer.placed.notes) == 1
+    assert trainer.totals.losses == pytest.approx(plainly(experiment).losses, rel=2e-2)
+
+
+def test_one_process_that_goes_on_knows_that_matrices_must_be_in_fp32(alone: Here, tmp_path: Path):
+    experiment = small(40, 12, 6, model=Spectral, precision="bf16")
+    keeping = Keeping(tmp_path, every=Every(steps=3))
+    Trainer(replace(experiment, steps=3), alone, keeping=keeping).train()
+    resumed = Trainer(experiment, alone, keeping=Keeping(tmp_path, every=Every(never=True)))
+    assert resumed.resume() is not None
+    assert {each.computed.dtype for each in resumed.placed.shards} == {torch.float32}
+    list(resumed.steps())
+    whole = Trainer(experiment, alone)
+    list(whole.steps())
+    assert resumed.totals.losses == whole.totals.losses
+
+
 class Tied(nn.Module):
     """One matrix under two names, a frozen one, a vector of two dimensions, and one that is never used."""
 
