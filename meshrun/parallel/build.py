@@ -48,6 +48,7 @@ from meshrun.parallel import (
     float8_fsdp,
     fsdp,
     masters,
+    memory,
     pp,
     recompute,
     sdpa,
@@ -86,6 +87,9 @@ class How:
     offload: bool = False
     sync_batchnorm: bool = False
     compress: str = "none"
+    torchao: bool = True
+    """Whether float8 may be left to it, where it is installed and the layout is one that it can do; no option of a run,
+    but who compares layouts wants one arithmetic."""
 
 
 @dataclass
@@ -210,6 +214,8 @@ def build(experiment: Experiment, here: Here, how: How) -> Placed:
         "channels_last": ways.channels_last,
         "attention": "cudnn" if cudnn else "torch",
     }
+    if ways.compile.compile:
+        compiled.hear(placed.chosen, placed.notes.append)
     if ways.auto and ways.twice is not None:
         choose.watch(placed, ways.twice, here, may_repeat=not how.update_in_backward)
     # What the model draws by itself must differ between replicas.
@@ -220,11 +226,13 @@ def build(experiment: Experiment, here: Here, how: How) -> Placed:
 def _replicated(experiment: Experiment, here: Here, how: How, moment: Moment) -> tuple[Placed, Ways]:
     model, plan = _made(experiment, here.device)
     _refuse_other(model)
+    if plan is not None:
+        memory.give_memory(model, here.device)
     _same_numbers(model, moment)
     eight, ways = experiment.precision == "float8", _ways(experiment, here, how, model)
     names = segments.find(model, experiment.segments) if ways.by_segment or eight else []
     ways = ways.without_segments() if not names else ways
-    notes = float8.apply(model, names, here.device, torchao=True) if eight else []
+    notes = float8.apply(model, names, here.device, how.torchao) if eight else []
     with _filled(model, plan, here.device):
         notes += _on_segments(model, list(enumerate(names)), ways, moment)
     if how.sync_batchnorm and (mesh := here.submesh("dp")) is not None:
@@ -237,7 +245,7 @@ def _replicated(experiment: Experiment, here: Here, how: How, moment: Moment) ->
 def _made(experiment: Experiment, device: torch.device) -> tuple[nn.Module, Blueprint | None]:
     """The model with its values; or without them, and the way to them, which several threads go at once for a GPU."""
     if device.type == "cuda":
-        plan = blueprint(experiment.model, experiment.seed)
+        plan = blueprint(experiment.model, experiment.seed, objection=memory.cannot_stay)
         return plan.model, plan if plan.reason is None else None
     torch.manual_seed(experiment.seed)
     return experiment.model(), None
@@ -250,13 +258,13 @@ def _filled(model: nn.Module, plan: Blueprint | None, device: torch.device) -> I
         yield
         model.to(device)
         return
-    _allocate({0: model}, device)
     own = dict(model.named_parameters()) | dict(model.named_buffers())
     # Meanwhile torch's compiler is loaded, which takes seconds too.
     with ThreadPoolExecutor(1) as beside:
         filling = beside.submit(plan.fill, partial(_give, own))
         yield
         filling.result()
+    model.to(device)  # what a module moves by itself, beside its parameters
 
 
 def _give(own: Mapping[str, Tensor], name: str, values: Tensor) -> None:
@@ -342,7 +350,7 @@ def _parts(
             sync_batchnorms(model, replicas.get_group())
         said = []
         if experiment.precision == "float8":
-            said = float8.apply(model, order, here.device, torchao=layout.fsdp == layout.tp == 1)
+            said = float8.apply(model, order, here.device)
         if later is not None:
             put_off(model, later)
         said += _on_segments(model, own, ways, moment)

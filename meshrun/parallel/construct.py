@@ -73,12 +73,20 @@ class Blueprint:
             self._replay(take)
 
 
+def _none(model: nn.Module) -> None:
+    """No objection."""
+
+
 def blueprint(
-    model_fn: Callable[[], nn.Module], seed: int, turn: Callable[[], AbstractContextManager[None]] = nullcontext
+    model_fn: Callable[[], nn.Module],
+    seed: int,
+    turn: Callable[[], AbstractContextManager[None]] = nullcontext,
+    objection: Callable[[nn.Module], str | None] = _none,
 ) -> Blueprint:
     """Record the constructor as it runs after `torch.manual_seed(seed)`; the generators are left as they are found.
 
-    A model that can only be built as a whole is built inside of `turn()`, which may wait for other processes.
+    A model that can only be built as a whole, or to which without values there is an `objection`, is built inside of
+    `turn()`, which may wait for other processes.
     """
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     recorder = _Recorder()
@@ -88,6 +96,8 @@ def blueprint(
         with _initialisers(recorder), _Disguise(recorder), recorder:
             model = model_fn()
         program = recorder.finish(model)
+        if (text := objection(model)) is not None:
+            recorder.stop(text)
         return Blueprint(model, None, lambda take: _perform(program, seed, take))
     except Exception as error:  # an error of the constructor's own comes up again in `_whole`
         message = str(error).splitlines() or [""]

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -116,16 +120,18 @@ class Mixed(nn.Module):
         self.register_buffer("places", torch.arange(30.0) / 7, persistent=False)
 
 
-def test_values_that_are_drawn_for_a_gpu_are_those_of_the_constructor(monkeypatch: pytest.MonkeyPatch):
+@pytest.fixture
+def as_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
     """On a GPU a model is laid out first and filled then; here the host is laid out for."""
     made = build_module._made
     monkeypatch.setattr(build_module, "_made", lambda experiment, _: made(experiment, torch.device("cuda")))
-    here = start_on_cpu(1)
-    try:
-        model = built(Mixed, here, seed=5).model
-    finally:
-        mesh.finish()
-        mesh.use(mesh.Meeting())
+    yield start_on_cpu(1)
+    mesh.finish()
+    mesh.use(mesh.Meeting())
+
+
+def test_values_that_are_drawn_for_a_gpu_are_those_of_the_constructor(as_for_a_gpu: Here):
+    model = built(Mixed, as_for_a_gpu, seed=5).model
     torch.manual_seed(5)
     plain = Mixed()
     assert model.head.weight is model.embed.weight
@@ -135,6 +141,74 @@ def test_values_that_are_drawn_for_a_gpu_are_those_of_the_constructor(monkeypatc
     ):
         for (name, a), (also, b) in zip(found, wanted, strict=True):
             assert name == also and torch.equal(a, b), name
+
+
+class Elsewhere(nn.Module):
+    """Has its parameters and a buffer in other places too, a note on one, and a table that it moves by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.table = nn.Linear(4, 4), torch.arange(4.0)
+        self.register_buffer("scale", torch.full((4,), 3.0))
+        self.layer.weight.no_decay = True
+        weight, scale = self.layer.weight, self.scale
+        self.other = lambda: (weight, scale)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Elsewhere:
+        super()._apply(fn, recurse)
+        self.table = fn(self.table)
+        return self
+
+
+def test_what_a_constructor_does_with_its_parameters_holds_on_a_gpu(as_for_a_gpu: Here):
+    model = built(Elsewhere, as_for_a_gpu, seed=5).model
+    assert model.layer.weight.no_decay is True
+    weight, scale = model.other()
+    assert weight is model.layer.weight and scale is model.scale and scale.tolist() == [3.0] * 4
+    assert model.table.tolist() == [0.0, 1.0, 2.0, 3.0]
+    weight.sum().backward()
+    assert model.layer.weight.grad is not None
+
+
+class Hooked(nn.Module):
+    """Draws also where no seed of ours reaches."""
+
+    def __init__(self, hook: Callable[[nn.Parameter], object]) -> None:
+        super().__init__()
+        self.layer, self.shift = nn.Linear(4, 4), random.random() + np.random.rand()
+        self.kept = hook(self.layer.weight)
+
+
+def by_hook(weight: nn.Parameter) -> None:
+    weight.register_hook(lambda gradient: gradient * 0)
+
+
+def by_late_hook(weight: nn.Parameter) -> None:
+    def clear(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+
+    weight.register_post_accumulate_grad_hook(clear)
+
+
+def by_graph(weight: nn.Parameter) -> object:
+    """Of the node that adds up its gradients."""
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_prehook(lambda gradients: (gradients[0] * 0,))
+    return lambda: node
+
+
+@pytest.mark.parametrize("hook", [by_hook, by_late_hook, by_graph])
+def test_hooks_of_a_constructor_are_called_on_a_gpu(as_for_a_gpu: Here, hook: Callable[[nn.Parameter], object]):
+    random.seed(1)
+    np.random.seed(1)
+    wanted = random.random() + np.random.rand()
+    random.seed(1)
+    np.random.seed(1)
+    model = built(lambda: Hooked(hook), as_for_a_gpu, seed=5).model
+    assert model.shift == wanted
+    model.layer(torch.ones(2, 4)).sum().backward()
+    assert model.layer.weight.grad.count_nonzero() == 0 and model.layer.bias.grad.count_nonzero() == 4
 
 
 @pytest.mark.gpu
