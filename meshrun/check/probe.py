@@ -128,7 +128,7 @@ def probe(experiment: Experiment, here: Here, probing: Probing) -> None:
         workers=0,  # what is read must be seen here
         lr_scale=probing.lr_scale,
         record=probing.record,
-        how=probing.how,
+        how=replace(probing.how, torchao=False),  # its scales are other ones than layouts with more axes have
         inspect=gradients,
     )
     if probing.backwards:

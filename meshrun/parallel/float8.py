@@ -14,7 +14,8 @@ quantises its part of a matrix by itself: tokens of which it has some features o
 has a part, may get other scales, so results agree within float8's rounding. In pipelines of the variant zb, the
 weights' gradients of these layers are not put off.
 
-torchao's float8 layers are used where that library is installed, unless the layout has fsdp or tp.
+torchao's float8 layers, which have one scale a tensor, are used where that library is installed, in one process and
+with dp alone; `meshrun verify`, which compares layouts, uses those here on all.
 """
 
 from __future__ import annotations

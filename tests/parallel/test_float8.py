@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +21,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from meshrun import Experiment, mesh, token_cross_entropy
+from meshrun.check.probe import Probing, probe
 from meshrun.kernels.turned import FORMAT
 from meshrun.layout import parse
 from meshrun.parallel import float8, float8_product
@@ -245,6 +251,32 @@ def test_torchao_computes_where_it_is_installed(monkeypatch: pytest.MonkeyPatch)
     trainer = Trainer(experiment(), here)
     assert "float8: 14 linear layers compute in it, through torchao" in trainer.placed.notes
     assert trainer.train()["losses"] == pytest.approx(alone("bf16").losses, rel=0.02)
+
+
+@contextmanager
+def torchao_installed() -> Iterator[list[nn.Module]]:
+    """A library of that name, which is given models and changes nothing about them."""
+    given: list[nn.Module] = []
+    library = ModuleType("torchao.float8")
+    vars(library).update(
+        Float8LinearConfig=lambda **_: None, convert_to_float8_training=lambda model, **_: given.append(model)
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(float8, "LEAST", 1)
+        patch.setattr(float8, "_through_torchao", THROUGH_TORCHAO)
+        patch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+        patch.setitem(sys.modules, "torchao.float8", library)
+        yield given
+
+
+@pytest.mark.parametrize("layout", [pytest.param("dp=1"), pytest.param("pp=2", marks=pytest.mark.ranks(2))])
+def test_torchao_is_for_one_process_and_not_for_what_is_compared_with_other_layouts(layout: str, tmp_path: Path):
+    mesh.use(mesh.Meeting(layout=layout, device="cpu"))
+    with torchao_installed() as given:
+        build(experiment(), here := mesh.start(), How())
+        assert len(given) == (layout == "dp=1")
+        probe(experiment(), here, Probing(tmp_path))
+        assert len(given) == (layout == "dp=1")
 
 
 def on(*layouts: str) -> Any:
