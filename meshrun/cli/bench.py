@@ -416,7 +416,7 @@ def _show_rank(label: str, found: OneRank) -> None:
         print(f"  needs {found.peak_gib:.2f} GiB at most; torch had taken {found.reserved_gib:.2f} GiB of the device")
     rate = f"{found.tokens_per_s:,.0f} tokens/s" if found.tokens_per_s else f"{found.samples_per_s:,.1f} samples/s"
     print(f"  computes a step in {1000 * found.seconds:,.1f} ms, {rate}, without any communication")
-    how = "compiled" if found.chosen.get("compile") else "not compiled"
+    how = {True: "compiled", "tried": "compiled where it could be"}.get(found.chosen.get("compile"), "not compiled")
     print(f"  {how}; activations computed twice: {found.chosen.get('recompute', 'none')}")
     for note in found.notes:
         print(f"  {note}")

@@ -49,6 +49,7 @@ from meshrun.observe.pulse import Pulse
 from meshrun.observe.report import write_report
 from meshrun.observe.stragglers import sniff_on
 from meshrun.observe.watch import Watcher
+from meshrun.parallel import compiled
 from meshrun.parallel.build import How
 from meshrun.parallel.choose import Choosing
 from meshrun.train.bad_samples import left_out, read_bad
@@ -376,7 +377,9 @@ def _tell_start(recorder: Recorder, run: RunDirectory, target: Target, trainer: 
 
 
 def _hear_choice(trainer: Trainer, recorder: Recorder, save: Callable[[], None]) -> None:
-    """What is computed twice is known after the first step: it is told then, and written down."""
+    """What is computed twice, and whether all could be compiled, is known after the first step: it is told then, and
+    written down.
+    """
 
     def tell(text: str | None) -> None:
         if text is not None:
@@ -385,6 +388,8 @@ def _hear_choice(trainer: Trainer, recorder: Recorder, save: Callable[[], None])
 
     if isinstance(trainer.placed.step, Choosing):
         trainer.placed.step.tell = tell
+    if trainer.placed.chosen["compile"]:
+        compiled.hear(trainer.placed.chosen, tell)
 
 
 def _start_of_run(world: World, ours: bool) -> float:
@@ -529,7 +534,8 @@ def _meeting(config: RunConfig) -> mesh.Meeting:
 
 def how_of(config: RunConfig) -> How:
     """What the options say on how a step is computed."""
-    return How(**{each.name: getattr(config, each.name) for each in dataclasses.fields(How)})
+    names = {each.name for each in dataclasses.fields(How)} & {each.name for each in dataclasses.fields(config)}
+    return How(**{name: getattr(config, name) for name in names})
 
 
 def print_to(log: Path) -> None:

@@ -3,6 +3,7 @@
     choice = chosen(how.compile, layout, here.device, parameters=1_100_000_000, steps=600)       # Choice(True, "…")
     if choice.compile:
         apply(segments, choice.asked)
+        hear(placed.chosen, placed.notes.append)      # should something not be compiled that nobody asked for
     channels_last(model)                     # images on a GPU: the order of memory that its convolutions want
 
 What a segment's `forward` does is compiled and nothing around it, so what axes do before and after a segment (gathering
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,6 +106,33 @@ def apply(segments: Sequence[nn.Module], asked: bool) -> None:
     worth = [each for each in segments if not _is_kernel(each)] or segments
     for segment in worth:
         segment.forward = functools.partial(_arrived, torch.compile(segment.forward))
+
+
+def hear(chosen: dict[str, Any], tell: Callable[[str], None]) -> None:
+    """From now on, have `chosen` say so where torch cannot compile something; `tell` is told the first such thing.
+
+    Whoever has heard of it before no longer does: models of a process come one after the other.
+    """
+    log = logging.getLogger("torch._dynamo.convert_frame")  # torch says it nowhere else
+    for each in [each for each in log.handlers if isinstance(each, _Hearing)]:
+        log.removeHandler(each)
+    log.addHandler(_Hearing(chosen, tell))
+
+
+class _Hearing(logging.Handler):
+    def __init__(self, chosen: dict[str, Any], tell: Callable[[str], None]) -> None:
+        super().__init__(logging.WARNING)
+        self.chosen, self.tell = chosen, tell
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error: Any = record.exc_info[1] if record.exc_info else None
+        if error is None or self.chosen["compile"] == "tried":
+            return
+        error = getattr(error, "inner_exception", error)  # a compiler's own words
+        first = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+        why = f"could not be compiled: {type(error).__name__}: {first}"
+        self.chosen.update(compile="tried", compile_why=why)
+        self.tell(f"{why}; it is computed as it is written (--no-compile)")
 
 
 def _is_kernel(module: nn.Module) -> bool:

@@ -114,7 +114,10 @@ class Placed(Protocol):
     notes: list[str]
     """What the user should know about how the model was laid out."""
     chosen: dict[str, Any]
-    """What was left to us, and what came out: whether segments are compiled and why, what is computed twice, …"""
+    """What was left to us, and what came out: whether segments are compiled and why, what is computed twice, …
+
+    "compile" is "tried" where some of it could not be compiled.
+    """
 
     def step(self, step: int, pieces: list[Piece], samples: int, loss: Score, asked: Asked) -> Outcome:
         """Forward, backward and reduction of one update: gradients of sum(total) / samples."""

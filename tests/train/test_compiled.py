@@ -140,6 +140,20 @@ def test_what_cannot_be_compiled_ends_a_training_only_where_it_was_asked_for(mon
         block(x)
 
 
+def test_what_could_not_be_compiled_is_told_once(alone: Here, monkeypatch: pytest.MonkeyPatch):
+    """As on a GPU, where nobody has asked for it."""
+    plain = Trainer(experiment := small(20, 6, model=blocks), alone)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile.func, backend=no_compiler))
+    monkeypatch.setattr(compiled, "chosen", lambda *_: compiled.Choice(True, "it pays", asked=False))
+    trainer = Trainer(experiment, alone)
+    assert trainer.placed.chosen["compile"] is True
+    list(plain.steps()), list(trainer.steps())
+    assert trainer.totals.losses == plain.totals.losses
+    why = "could not be compiled: RuntimeError: there is no compiler here"
+    assert (trainer.placed.chosen["compile"], trainer.placed.chosen["compile_why"]) == ("tried", why)
+    assert [each for each in trainer.placed.notes if why in each] == trainer.placed.notes[-1:]
+
+
 STARTED = """
 import json
 from torch._dynamo.utils import counters
