@@ -189,7 +189,7 @@ class Experiment:
         if self.epochs is not None and not (_is_number(self.epochs) and 0 < self.epochs < math.inf):
             raise UserError(f"epochs is {self.epochs!r}; it must be above 0 (--epochs)")
         if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
-            raise UserError(f"clip is {self.clip!r}; it must be above 0, or absent (--clip)")
+            raise UserError(f"clip is {self.clip!r}; it must be above 0, or inf for none (--clip)")
         if self.clip == math.inf:  # how the command line says that a recipe's clipping is not wanted
             object.__setattr__(self, "clip", None)
         for name in ("augment", "after"):

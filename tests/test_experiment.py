@@ -97,9 +97,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"epochs": math.nan}, "epochs is nan; it must be above 0 (--epochs)"),
     ({"epochs": math.inf}, "epochs is inf; it must be above 0 (--epochs)"),
     ({"epochs": "3"}, "epochs is '3'; it must be above 0 (--epochs)"),
-    ({"clip": 0}, "clip is 0; it must be above 0, or absent (--clip)"),
-    ({"clip": -1.0}, "clip is -1.0; it must be above 0, or absent (--clip)"),
-    ({"clip": "1"}, "clip is '1'; it must be above 0, or absent (--clip)"),
+    ({"clip": 0}, "clip is 0; it must be above 0, or inf for none (--clip)"),
+    ({"clip": -1.0}, "clip is -1.0; it must be above 0, or inf for none (--clip)"),
+    ({"clip": "1"}, "clip is '1'; it must be above 0, or inf for none (--clip)"),
     ({"precision": "fp16"}, "precision is 'fp16'; it must be one of fp32, bf16, float8 (--precision)"),
     ({"schedule": "cosine"}, "schedule is 'cosine' of type str; it must be a Schedule or a function of (step, steps)"),
 ]
