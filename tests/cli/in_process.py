@@ -9,6 +9,7 @@ from meshrun import mesh
 from meshrun.cli.rank import work
 from meshrun.cli.target import find
 from meshrun.config import RunConfig
+from meshrun.data import cache
 from meshrun.observe.events import Event
 
 
@@ -21,3 +22,4 @@ def trained(program: str, folder: Path, options: dict[str, Any], **config: Any) 
     finally:
         mesh.finish()
         mesh.use(mesh.Meeting())
+        cache.use(None, None)  # what data says is for this run's events only
