@@ -110,7 +110,13 @@ def apply(segments: Sequence[tuple[int, nn.Module]], twice: Recomputing, moment:
         if not isinstance(segment, KEEPS_ITS_INPUTS):
             norms = [each for each in segment.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
             contexts = functools.partial(_contexts, twice, number, moment, norms)
-            segment.forward = functools.partial(_forward, segment.forward, twice, number, contexts)
+            own = segment.forward if "forward" in vars(segment) else functools.partial(_by_its_class, segment)
+            segment.forward = functools.partial(_forward, own, twice, number, contexts)
+
+
+def _by_its_class(segment: nn.Module, *inputs: Any, **named: Any) -> Any:
+    """What a segment does as what it is by then: bf16 makes norms ones of another class, after this is around them."""
+    return type(segment).forward(segment, *inputs, **named)
 
 
 def _forward(

@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -50,6 +51,7 @@ SPLIT_OUTPUTS = ("colwise", "colwise_gather", "head")
 SPLIT_INPUTS = ("rowwise", "rowwise_scatter")
 SPLIT_VOCABULARY = ("embedding", "embedding_scatter")
 ALONG_SEQUENCE = ("sequence", "gather", "head", "rowwise_scatter", "embedding_scatter")
+_SUMMED_OR_GATHERED = (*SPLIT_INPUTS, *SPLIT_VOCABULARY, "colwise_gather", "head")
 STYLES = (*SPLIT_OUTPUTS, *SPLIT_INPUTS, *SPLIT_VOCABULARY, "sequence", "gather", "features", "heads")
 
 # What Hugging Face's plans call these; what it has beyond them is for mixtures of experts and stays whole here.
@@ -221,6 +223,19 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, part: int, vocabulary_
             styles[name] = _style(style, vocabulary_loss)
     if styles:
         parallelize_module(model, mesh, styles)
+    for name in styles:
+        if plan.styles[name] in _SUMMED_OR_GATHERED:
+            model.get_submodule(name).register_forward_hook(_waited_for)
+
+
+def _waited_for(_: nn.Module, __: Any, outputs: Any) -> None:
+    """Wait for what is sent here and now, and not when it is first used.
+
+    A segment that is computed again stops at the last tensor that its backward pass needs: often between this and its
+    first use (a dropout needs its mask only). What nobody ever waits for torch would keep until the process ends.
+    """
+    if isinstance(outputs, AsyncCollectiveTensor):
+        outputs.trigger_wait()
 
 
 def _style(style: str, vocabulary_loss: bool) -> ParallelStyle:
