@@ -14,3 +14,12 @@ def alone() -> Iterator[Here]:
     yield start_on_cpu(1)
     mesh.finish()
     mesh.use(mesh.Meeting())
+
+
+@pytest.fixture
+def on_gpu() -> Iterator[Here]:
+    """The same on a GPU."""
+    mesh.use(mesh.Meeting(device="cuda"))
+    yield mesh.start()
+    mesh.finish()
+    mesh.use(mesh.Meeting())

@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import TensorDataset
 
-from meshrun import Here, RunFailed, accuracy, mesh
+from meshrun import Here, RunFailed, accuracy
 from meshrun.mesh import _backend
 from meshrun.train.loop import Trainer
 from tests.train.small import plainly, points, small
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def on_gpu() -> Iterator[Here]:
-    mesh.use(mesh.Meeting(device="cuda"))
-    yield mesh.start()
-    mesh.finish()
-    mesh.use(mesh.Meeting())
 
 
 @pytest.mark.parametrize("workers", [0, 2])

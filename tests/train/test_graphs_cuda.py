@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from meshrun import Here, Schedule, accuracy, mesh
+from meshrun import Here, Schedule, accuracy
 from meshrun.parallel.build import How
 from meshrun.recipes import images
 from meshrun.train import graphs
@@ -21,14 +20,6 @@ from meshrun.train.recovery import Keeping
 from tests.train.small import difference, small, trained
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def on_gpu() -> Iterator[Here]:
-    mesh.use(mesh.Meeting(device="cuda"))
-    yield mesh.start()
-    mesh.finish()
-    mesh.use(mesh.Meeting())
 
 
 def pictures(length: int) -> TensorDataset:

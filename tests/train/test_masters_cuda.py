@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshrun import Experiment, Here, mesh
+from meshrun import Experiment, Here
 from meshrun.parallel.placed import norms
 from meshrun.train.interval import Every
 from meshrun.train.loop import Trainer
@@ -19,14 +18,6 @@ from meshrun.train.update import InOnePass, Plain
 from tests.train.small import plainly, small
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture
-def on_gpu() -> Iterator[Here]:
-    mesh.use(mesh.Meeting(device="cuda"))
-    yield mesh.start()
-    mesh.finish()
-    mesh.use(mesh.Meeting())
 
 
 def wide() -> nn.Module:

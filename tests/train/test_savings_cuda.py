@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from meshrun import Here, mesh
+from meshrun import Here
 from meshrun.kernels.eightbit import Eight
 from meshrun.parallel.build import How
 from meshrun.train.loop import Trainer
@@ -20,14 +19,6 @@ from tests.train.small import small
 pytestmark = pytest.mark.gpu
 
 WIDTH, LAYERS = 1024, 8
-
-
-@pytest.fixture
-def on_gpu() -> Iterator[Here]:
-    mesh.use(mesh.Meeting(device="cuda"))
-    yield mesh.start()
-    mesh.finish()
-    mesh.use(mesh.Meeting())
 
 
 def net() -> nn.Module:
