@@ -24,6 +24,7 @@ from torch.utils.flop_counter import flop_registry
 
 from meshrun.data.order import Order
 from meshrun.experiment import Experiment
+from meshrun.kernels.eightbit import BLOCK, LEAST
 from meshrun.parallel.build import demands_of
 from meshrun.parallel.placed import call
 
@@ -52,8 +53,8 @@ class Counts:
         return self.products + self.attention
 
 
-def count(experiment: Experiment, device: torch.device) -> Counts:
-    """Trace a step of the experiment's first batch."""
+def count(experiment: Experiment, device: torch.device, states: str = "fp32") -> Counts:
+    """Trace a step of the experiment's first batch; `states` is how the optimizer keeps its moments."""
     model = demands_of(experiment).model
     short = experiment.precision != "fp32"
     for parameter in model.parameters():
@@ -75,8 +76,10 @@ def count(experiment: Experiment, device: torch.device) -> Counts:
                 total = _loss(experiment.loss, outputs, targets)
             total.backward()
     sizes = [each.numel() for each in model.parameters() if each.requires_grad]
-    per_element = _bytes_of_update(experiment.optimizer, short)
-    return Counts(seen.products, seen.attention, seen.traffic, per_element * sum(sizes), seen.calls, sum(sizes))
+    eight = sum(size for size in sizes if states == "8bit" and size >= LEAST)
+    update = _bytes_of_update(experiment.optimizer, short, 8.0) * (sum(sizes) - eight)
+    update += _bytes_of_update(experiment.optimizer, short, 2 * (1 + 4 / BLOCK)) * eight
+    return Counts(seen.products, seen.attention, seen.traffic, update, seen.calls, sum(sizes))
 
 
 def _loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Tensor:
@@ -90,7 +93,7 @@ def _loss(loss: Callable[[Any, Any], Any], outputs: Any, targets: Any) -> Tensor
         return torch.stack([each.float().logsumexp(-1).sum() for each in found]).sum()
 
 
-def _bytes_of_update(optimizer: Callable[[Iterable[nn.Parameter]], Any], short: bool) -> float:
+def _bytes_of_update(optimizer: Callable[[Iterable[nn.Parameter]], Any], short: bool, of_moment: float) -> float:
     """Bytes that an update reads and writes for each element: gradient, weight, and what the optimizer keeps."""
     parameter = nn.Parameter(torch.ones(4, 4))
     made = optimizer([parameter])
@@ -103,7 +106,7 @@ def _bytes_of_update(optimizer: Callable[[Iterable[nn.Parameter]], Any], short: 
     except Exception:  # one that wants to be called otherwise; most keep two
         kept = [parameter, parameter]
     gradient, copy = (2, 2) if short else (4, 0)
-    return gradient + copy + 8 * (1 + len(kept))
+    return gradient + copy + 8 + of_moment * len(kept)
 
 
 class _Watch(TorchDispatchMode):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,8 +52,37 @@ class Peer:
 
 def meshrun(task: Task) -> Side:
     """What `meshrun run` does in one process, less what it writes down."""
-    mesh.use(mesh.Meeting(device=task.device.type))
-    trainer = Trainer(task.experiment, mesh.start(), how=task.how, workers=task.workers, lr_scale=task.scale)
+    return Told(task)
+
+
+class Told:
+    """Updates of our own trainer, which also tells what it has chosen."""
+
+    def __init__(self, task: Task) -> None:
+        mesh.use(mesh.Meeting(device=task.device.type))
+        trainer = Trainer(task.experiment, mesh.start(), how=task.how, workers=task.workers, lr_scale=task.scale)
+        self._placed, self._steps = trainer.placed, _steps(trainer)
+
+    def __iter__(self) -> Told:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._steps)
+
+    def close(self) -> None:
+        self._steps.close()
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """What of how a step is computed was left to us."""
+        return self._placed.chosen
+
+    @property
+    def notes(self) -> list[str]:
+        return self._placed.notes
+
+
+def _steps(trainer: Trainer) -> Generator[Any]:
     yield from trainer.steps()
 
 

@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_leaves
 from meshrun import mesh
 from meshrun.errors import RunFailed, UserError
 from meshrun.experiment import Experiment
-from meshrun.layout import Layout
-from meshrun.parallel.build import How
+from meshrun.layout import Layout, nearest
+from meshrun.parallel.build import How, demands_of
 from meshrun.train.bad_steps import Policy, Verdict
 from meshrun.train.loop import Trainer, refuse
 
@@ -37,6 +37,8 @@ class OneRank:
     """What one rank of a mesh was measured to need."""
 
     layout: str
+    device: str
+    precision: str
     of: int
     place: int
     batch: int
@@ -50,7 +52,8 @@ class OneRank:
     first_step_s: float
     samples_per_s: float
     tokens_per_s: float | None
-    """Both without communication, of the samples that this rank works on, alone or with others along tp and cp."""
+    """Both without communication, of the samples that this rank works on, alone or with others along tp and cp: not of
+    the whole job."""
     peak_gib: float | None
     reserved_gib: float | None
     """What tensors took at most, and what torch had taken of the device for them; None on a CPU."""
@@ -80,21 +83,22 @@ def fitted(experiment: Experiment, layout: Layout, batch: int | None, steps: int
     return replace(experiment, batch=batch, steps=max(1000, steps), epochs=None, evals={}, after=None)
 
 
+def resolved(asked: Layout, of: int) -> Layout:
+    """The layout for so many ranks, with its open axis filled."""
+    if of % asked.size if asked.star else of != asked.size:
+        multiple = "a multiple of " if asked.star else ""
+        near = _told("layouts near it", nearest(asked, of, works=lambda each: _not_alone(each) is None))
+        raise UserError(f"layout '{asked}' needs {multiple}{asked.size} ranks, but the job has {of} (--of){near}")
+    return asked.resolve(of)
+
+
 def measured(experiment: Experiment, how: How, layout: Layout, place: int, device: torch.device, steps: int) -> OneRank:
     """Train some steps as that rank."""
     if not 0 <= place < layout.size:
         raise UserError(f"place is {place}; it must be a rank from 0 to {layout.size - 1} (--place)")
-    if layout.pp > 1:
-        raise UserError(
-            f"layout '{layout}' cuts the model into stages, which wait for shapes that only other ranks can send; "
-            f"use one of dp, fsdp, tp and cp (--layout)"
-        )
-    if layout.dp == layout.size:
-        raise UserError(
-            f"on layout '{layout}' every rank computes the whole model, as one process does: meshrun bench TARGET "
-            f"measures that; use a layout with fsdp, tp or cp (--layout)"
-        )
-    refuse(experiment, layout, how)
+    if (why := _not_alone(layout)) is not None:
+        raise UserError(f"{why} (--layout)")
+    _refuse(experiment, layout, how)
     here = mesh.one_of(layout, place, device)
     try:
         return _trained(experiment, how, here, steps)
@@ -104,6 +108,41 @@ def measured(experiment: Experiment, how: How, layout: Layout, place: int, devic
         ) from error
     finally:
         mesh.finish()
+
+
+def _not_alone(layout: Layout) -> str | None:
+    """Why one rank of this layout is not measured by itself, or None."""
+    if layout.pp > 1:
+        return (
+            f"layout '{layout}' cuts the model into stages, which wait for shapes that only other ranks can send; "
+            f"use one of dp, fsdp, tp and cp"
+        )
+    if layout.dp == layout.size:
+        return (
+            f"on layout '{layout}' every rank computes the whole model, as one process does: meshrun bench TARGET "
+            f"measures that; use a layout with fsdp, tp or cp"
+        )
+    return None
+
+
+def _refuse(experiment: Experiment, layout: Layout, how: How) -> None:
+    """As a run does, but what is proposed instead can be measured here."""
+    try:
+        refuse(experiment, layout, how)
+    except UserError:
+        demands = demands_of(experiment)
+        if (why := demands.objection(layout)) is None:
+            raise
+
+        def works(near: Layout) -> bool:
+            return _not_alone(near) is None and demands.objection(near) is None
+
+        near = _told(f"layouts of {layout.size} ranks that work", nearest(layout, layout.size, works=works))
+        raise UserError(f"{why.removesuffix(' (--layout)')}{near} (--layout)") from None
+
+
+def _told(what: str, layouts: list[Layout]) -> str:
+    return f"; {what}: {'; '.join(map(str, layouts))}" if layouts else ""
 
 
 def _trained(experiment: Experiment, how: How, here: mesh.Here, steps: int) -> OneRank:
@@ -125,6 +164,8 @@ def _trained(experiment: Experiment, how: How, here: mesh.Here, steps: int) -> O
     seconds = statistics.median(times[WARM_UP:])
     return OneRank(
         layout=str(here.layout),
+        device=torch.cuda.get_device_name() if on_gpu else "cpu",
+        precision=experiment.precision,
         of=here.size,
         place=here.rank,
         batch=experiment.batch,

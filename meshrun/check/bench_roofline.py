@@ -2,7 +2,7 @@
 
     device = measured(torch.device("cuda"), "bf16")
     shares = shares_of(counts, device, step_s=0.39, precision="bf16")
-    sentence(shares)       # bound by matrix products: at the pace of a large one they take 0.71 of the step; …
+    sentence(shares)       # bound by matrix products: at the pace of a large one they take 71 % of the step, …
 
 A share is the time that a part of the step would take at the device's own pace, of the time that the step took. What
 goes through memory is counted before operations are fused, so it may be more than there is.
@@ -18,6 +18,12 @@ import torch
 
 from meshrun.check.bench_count import Counts
 
+HALF = 0.5
+"""Of a step, from which on something is said to bound it."""
+WORTH_A_WORD = 0.005
+UNSTEADY = 1.5
+"""Times as long that a try may take as the fastest before that is told."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -32,6 +38,8 @@ class Device:
     """Bytes a second that a copy reads and writes."""
     call_s: float
     """Seconds that the host needs to start an operation."""
+    varied: float = 1.0
+    """Times as long that the slowest try of the large product took as the fastest."""
 
 
 @dataclass(frozen=True)
@@ -66,20 +74,33 @@ def shares_of(counts: Counts, device: Device, step_s: float, precision: str, dat
 
 
 def sentence(shares: Shares) -> str:
-    """What bounds the step, and what else there is in it."""
+    """What bounds the step, and what else there is in it; nothing does that takes less than half of it."""
     computing, memory = shares.products + shares.attention, shares.traffic + shares.optimizer
-    taking = f"take {shares.products:.2f} of the step at the pace of a large one"
+    taking = f"take {_percent(shares.products)} of the step at the pace of a large one"
     rest = ", ".join([f"matrix products {taking}", *_others(shares)])
-    if shares.data >= 0.3 and shares.data > computing:
+    host = f"up to {_percent(min(shares.host, 1.0))} of the step"
+    if shares.data >= HALF and shares.data > computing:
         return f"bound by data, which the step waits for {_percent(shares.data)} of its time (--workers): {rest}"
-    if computing >= 0.4 or (computing >= 0.2 and computing >= memory):
+    if computing >= HALF:
         return f"bound by matrix products: {', '.join([f'they {taking}', *_others(shares)])}"
-    if memory >= 0.4 and memory >= shares.host:
+    if memory >= HALF and memory >= shares.host:
         return f"bound by memory traffic: {rest}"
-    if shares.host >= 0.5:
-        host = f"up to {_percent(min(shares.host, 1.0))} of the step"
+    if shares.host >= HALF:
         return f"bound by the host, which takes {host} to start operations (--compile, --graphs, --batch): {rest}"
-    return f"bound by nothing that is counted here: {rest}"
+    # The host works beside a GPU and between the operations of a CPU: it is told, and not added.
+    explained = _percent(min(computing + memory + shares.data, 1.0))
+    starting = f"; the host takes {host} to start operations" if shares.host >= WORTH_A_WORD else ""
+    return f"of the measured step, {explained} is explained, and nothing takes half of it: {rest}{starting}"
+
+
+def unsteady(device: Device) -> str | None:
+    """A sentence where the device was not equally fast all the time that it was measured."""
+    if device.varied < UNSTEADY:
+        return None
+    return (
+        f"the device itself was up to {device.varied:.1f} times slower from one try to the next, as where something "
+        f"else computes on it: shares are that uncertain"
+    )
 
 
 def _others(shares: Shares) -> list[str]:
@@ -90,7 +111,7 @@ def _others(shares: Shares) -> list[str]:
         "that of the optimizer": (shares.optimizer, ""),
         "waiting for data": (shares.data, ""),
     }
-    return [f"{name} {most}{_percent(share)}" for name, (share, most) in parts.items() if share >= 0.005]
+    return [f"{name} {most}{_percent(share)}" for name, (share, most) in parts.items() if share >= WORTH_A_WORD]
 
 
 def _percent(share: float) -> str:
@@ -122,20 +143,27 @@ def measured(device: torch.device, precision: str) -> Device:
     """Measure a device, in some seconds."""
     on_gpu = device.type == "cuda"
     kind = torch.float32 if precision == "fp32" else torch.bfloat16
-    name = torch.cuda.get_device_name(device) if on_gpu else f"CPU, {torch.get_num_threads()} threads"
+    name = torch.cuda.get_device_name(device) if on_gpu else _cpu()
     size = 8192 if on_gpu else 768
     a, b = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
-    seconds = _fastest(lambda: torch.mm(a, b), device)
+    tries = _tries(lambda: torch.mm(a, b), device)
     big = torch.empty((1 << 30) if on_gpu else (1 << 26), dtype=torch.uint8, device=device).zero_()
     other = torch.empty_like(big)
-    copied = _fastest(lambda: other.copy_(big), device)
+    copied = min(_tries(lambda: other.copy_(big), device))
+    tries += _tries(lambda: torch.mm(a, b), device)  # once more, since what else runs here comes and goes
     return Device(
         name=name,
-        products=2 * size**3 / seconds,
+        products=2 * size**3 / min(tries),
         float8=_float8(size, device) if precision == "float8" else None,
         bandwidth=2 * big.numel() / copied,
         call_s=_call_s(device),
+        varied=max(tries) / min(tries),
     )
+
+
+def _cpu() -> str:
+    threads = torch.get_num_threads()
+    return f"CPU, {threads} thread{'' if threads == 1 else 's'}"
 
 
 def _float8(size: int, device: torch.device) -> float | None:
@@ -148,11 +176,11 @@ def _float8(size: int, device: torch.device) -> float | None:
     def product() -> None:
         torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-    return 2 * size**3 / _fastest(product, device)
+    return 2 * size**3 / min(_tries(product, device))
 
 
-def _fastest(act: Callable[[], object], device: torch.device, times: int = 5, at_once: int = 10) -> float:
-    """Seconds, of the fastest of some tries."""
+def _tries(act: Callable[[], object], device: torch.device, times: int = 5, at_once: int = 10) -> list[float]:
+    """Seconds of some tries."""
     found = []
     at_once = at_once if device.type == "cuda" else 2
     for _ in range(times + 1):  # the first is to warm up
@@ -162,7 +190,7 @@ def _fastest(act: Callable[[], object], device: torch.device, times: int = 5, at
             act()
         _wait(device)
         found.append((time.perf_counter() - began) / at_once)
-    return min(found[1:])
+    return found[1:]
 
 
 def _call_s(device: torch.device, calls: int = 500) -> float:

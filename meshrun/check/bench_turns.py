@@ -20,17 +20,19 @@ import os
 import random
 import signal
 import statistics
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from meshrun.check.bench_task import Side
+from meshrun.errors import UserError
 
 PRELOADED = ["meshrun.check.bench_peers", "torch._dynamo"]
 """What every side needs: on a CPU imported once, in the process that all of them are forks of."""
@@ -53,6 +55,8 @@ class Entry:
     """Of one update."""
     packages: tuple[str, ...] = ()
     """What it needs to import, which is not counted as its start."""
+    needed: bool = False
+    """Whether there is nothing to compare without it: then what it fails with is raised at once."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,9 @@ class Built:
     peak: int
     held: int
     """Bytes of GPU memory at most, and between turns."""
+    chosen: dict[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    """What was chosen for it, and what there is to say of that, where the side tells."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +158,7 @@ def take_turns(
     warm_up: int = 3,
     say: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Taken]:
-    """Build every side once, then let them take turns."""
+    """Build every side once, then let them take turns; a `SideFailed` only of one that is needed."""
     with contextlib.ExitStack() as stack:
         sides = [stack.enter_context(_Side(entry, device)) for entry in entries]
         for side in sides:
@@ -189,11 +196,11 @@ def _with_room(side: _Side, sides: list[_Side], total: int, act: Callable[[_Side
             act(side)
         except OutOfMemory as error:
             if last:
-                side.fail(str(error))
+                side.fail(error)
             for each in sides:  # this one too: what is left of a build that failed is in the way of the next
                 each.let_go()
         except SideFailed as error:
-            side.fail(str(error))
+            side.fail(error)
             side.let_go()
         else:
             return
@@ -209,6 +216,13 @@ class OutOfMemory(SideFailed):
     """And it is that the GPU's memory is full."""
 
 
+class Refused(SideFailed):
+    """And it is what the user gave, which the sentence says."""
+
+
+FAILURES = {"memory": OutOfMemory, "user": Refused, "error": SideFailed}
+
+
 class Process:
     """Another process, which calls what it is asked to."""
 
@@ -218,7 +232,8 @@ class Process:
         if device.type == "cpu":
             context.set_forkserver_preload(PRELOADED)
         self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        # Not a daemon, which could have no readers; `_end_with_parent` sees to it that none is left behind.
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=False)
         self._process.start()
         theirs.close()
         self._due = 0
@@ -251,7 +266,7 @@ class Process:
                 raise SideFailed(f"its process ended with status {self._process.exitcode}") from None
             self._due -= 1
             if kind != "fine" and failed is None:
-                failed = (OutOfMemory if kind == "memory" else SideFailed)(result)
+                failed = FAILURES[kind](result)
         if failed is not None:
             raise failed
         return result
@@ -298,13 +313,18 @@ class _Side(Process):
                 self.lost = self.ask(_let_go, self.device)
         self._is_built = False
 
-    def fail(self, why: str) -> None:
-        self.taken = replace(self.taken, error=why, turns=())
+    def fail(self, error: SideFailed) -> None:
+        if self.entry.needed:
+            raise error
+        self.taken = replace(self.taken, error=str(error), turns=())
 
 
 def _serve(pipe: Connection) -> None:
     """A process's life: call what it is asked to, until nobody is there to ask."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # CTRL-C is for who asks
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    # Readers are forked, as in a run: those of a server of forks would not end with this process.
+    multiprocessing.set_start_method("fork", force=True)
     silent = os.open(os.devnull, os.O_WRONLY)
     for stream in (1, 2):  # peers greet, advise and warn
         os.dup2(silent, stream)
@@ -315,11 +335,25 @@ def _serve(pipe: Connection) -> None:
                 answer = ("fine", function(*arguments))
             except torch.OutOfMemoryError as error:
                 answer = ("memory", f"out of memory: {str(error).partition('. ')[0]}")
+            except UserError as error:
+                answer = ("user", str(error))
             except BaseException as error:
                 where = traceback.extract_tb(error.__traceback__)[-1]
                 text = f"{type(error).__name__}: {error}".strip().partition("\n")[0]
                 answer = ("error", f"{text} ({where.filename}:{where.lineno})")
             pipe.send(answer)
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that asks is gone, even amid a turn.
+
+    The kernel's own signal would not do: on a CPU the parent that it knows is the server of forks, which stays as long
+    as one of them. Readers end with this process by themselves.
+    """
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 @dataclass
@@ -353,7 +387,8 @@ def _build(make: Callable[[], Side], device: torch.device, warm_up: int) -> Buil
     first = time.perf_counter() - began
     losses += [_loss(next(_own.side)) for _ in range(warm_up - 1)]
     peak = torch.cuda.max_memory_allocated(device) if on_gpu else 0
-    return Built(first, losses, peak, _settled(device))
+    chosen, notes = getattr(_own.side, "chosen", {}), getattr(_own.side, "notes", ())
+    return Built(first, losses, peak, _settled(device), dict(chosen), tuple(notes))
 
 
 def _turn(device: torch.device, steps: int) -> Turn:

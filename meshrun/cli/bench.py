@@ -49,6 +49,7 @@ OF_TRAIN = [
 ]
 OF_RANK = [
     Option("of", int, REQUIRED, "Ranks of the job."),
+    Option("layout", str, REQUIRED, "Arrangement of these ranks, such as fsdp=64 or fsdp=8,tp=8; with fsdp, tp or cp."),
     Option("place", int, 0, "Which rank of them to be."),
     Option("steps", int, 5, "Updates to time."),
 ]
@@ -72,10 +73,20 @@ def bench_command(words: list[str]) -> int:
             return _train(rest)
         case ["rank", *rest]:
             return _rank(rest)
-        case [] | ["--help"]:
+        case ["--help"]:
             options_in(["--help"], [("General", GENERAL)], HELP, "meshrun bench [train|rank] TARGET")
             return 0
+        case [target, *_] if not target.startswith("-"):
+            _refuse_unknown(target)
     return _bound(words)
+
+
+def _refuse_unknown(target: str) -> None:
+    """What is no target may be a misspelt part of the command."""
+    try:
+        find(target)
+    except UserError as error:
+        raise UserError(f"{error}; bench takes a TARGET, train TARGET, or rank TARGET") from None
 
 
 def _parsed(name: str, does: str, own: list[Option], more: tuple[str, ...], words: list[str]) -> Asked | None:
@@ -155,6 +166,8 @@ def _peers_of(given: str | None, device: torch.device) -> tuple[list[str], dict[
     left_out: dict[str, str] = {}
     names = []
     for name in asked:
+        if asked.count(name) > 1:
+            raise UserError(f"peer {name!r} is named {asked.count(name)} times; name each once (--peers)")
         if name not in PEERS:
             raise UserError(f"peer {name!r} is not known; peers are {', '.join(PEERS)} (--peers)")
         if (why := PEERS[name].missing) is not None:
@@ -188,24 +201,27 @@ def _measured(asked: Asked, names: list[str], rounds: int) -> tuple[About, dict[
     with bench_turns.Process(device) as process:
         try:
             about: About = process.ask(_about, config, device)
+        except bench_turns.Refused as error:
+            raise UserError(str(error)) from None
         except bench_turns.SideFailed as error:
             raise RunFailed(f"{asked.target.label} cannot be measured: {error}") from error
-    if isinstance(about, str):
-        raise UserError(about)
     entries = [
         bench_turns.Entry(
             name,
             functools.partial(_side, config, device, name, needed),
             about.batch,
             PEERS[name].packages if name in PEERS else COMPILER if device.type == "cuda" else (),
+            needed=name == MESHRUN,
         )
         for name in names
     ]
     say = functools.partial(print, file=sys.stderr, flush=True)
-    taken = bench_turns.take_turns(entries, rounds, steps, device, say=lambda text: say(f"bench: {text}"))
-    if (why := taken[MESHRUN].error) is not None:
-        raise RunFailed(f"{asked.target.label} cannot be trained: {why}")
-    return about, taken
+    try:
+        return about, bench_turns.take_turns(entries, rounds, steps, device, say=lambda text: say(f"bench: {text}"))
+    except bench_turns.Refused as error:
+        raise UserError(str(error)) from None
+    except bench_turns.SideFailed as error:
+        raise RunFailed(f"{asked.target.label} cannot be trained: {error}") from error
 
 
 def _side(config: RunConfig, device: torch.device, name: str, steps: int) -> Side:
@@ -237,8 +253,8 @@ def _task(config: RunConfig, device: torch.device) -> Task:
     return Task(experiment, how_of(config), device, workers, scale)
 
 
-def _about(config: RunConfig, device: torch.device) -> About | str:
-    """In a process of its own: what the training is, and what the device can do; a text for what cannot be trained."""
+def _about(config: RunConfig, device: torch.device) -> About:
+    """In a process of its own: what the training is, and what the device can do."""
     import torch
     from torch import nn
 
@@ -247,19 +263,16 @@ def _about(config: RunConfig, device: torch.device) -> About | str:
     from meshrun.check.bench_roofline import measured
     from meshrun.parallel.build import demands_of
 
-    try:
-        task = _task(config, device)
-        experiment = task.experiment
-        model = demands_of(experiment).model
-    except UserError as error:
-        return str(error)
+    task = _task(config, device)
+    experiment = task.experiment
+    model = demands_of(experiment).model
     draws = any(isinstance(each, nn.Dropout) and each.p > 0 for each in model.modules())
     ids = task.order.batch_ids(0).tolist()[:32]
     tokens = sum(tokens_of(experiment.train[number][0]) for number in ids) / len(ids)
     counts, uncounted = None, ""
     for where in dict.fromkeys((device, torch.device("cpu"))):  # kernels of a GPU may want real tensors
         try:
-            counts = count(experiment, where)
+            counts = count(experiment, where, task.how.states)
             break
         except Exception as error:  # a model that must see numbers: all else can be measured
             why = str(error).partition("\n")[0]
@@ -277,6 +290,8 @@ def _document(about: About, taken: dict[str, Taken], left_out: dict[str, str]) -
         "precision": about.precision,
         "device": dataclasses.asdict(about.device),
         "counts": about.counts and dataclasses.asdict(about.counts),
+        "chosen": ours.built.chosen if ours.built is not None else {},
+        "notes": list(ours.built.notes) if ours.built is not None else [],
         "rows": rows,
         "ratios": {f"vs_{row['side'].replace('-', '_')}": row["ratio"] for row in rows if row["side"] != MESHRUN},
         "left_out": [{"side": name, "why": why} for name, why in left_out.items()],
@@ -366,8 +381,11 @@ def _show(document: dict[str, Any], about: About) -> None:
 
 
 def _show_bound(document: dict[str, Any], about: About) -> None:
-    from meshrun.check.bench_roofline import facts
+    from meshrun.check.bench_roofline import facts, unsteady
 
+    print(f"meshrun's step is {_how(document['chosen'])}")
+    for note in document["notes"]:
+        print(note)
     if about.counts is None:
         print(about.uncounted)
         return
@@ -375,10 +393,17 @@ def _show_bound(document: dict[str, Any], about: About) -> None:
         print(line)
     step = document["rows"][0]["samples_per_s"]
     print(f"a step takes {1000 * about.batch / step:,.1f} ms: {document['roofline']['sentence']}")
+    if (warning := unsteady(about.device)) is not None:
+        print(warning)
+
+
+def _how(chosen: dict[str, Any]) -> str:
+    how = {True: "compiled", "tried": "compiled where it could be"}.get(chosen.get("compile"), "not compiled")
+    return f"{how}; activations computed twice: {chosen.get('recompute', 'none')}"
 
 
 def _rank(words: list[str]) -> int:
-    more = ("layout", "micro", "offload", "sync_batchnorm", "allow_tp_across_nodes")
+    more = ("micro", "offload", "sync_batchnorm", "allow_tp_across_nodes")
     asked = _parsed("bench rank", "Be one rank of a job of", OF_RANK, more, words)
     if asked is None:
         return 0
@@ -394,14 +419,14 @@ def _rank(words: list[str]) -> int:
 def _one_rank(asked: Asked) -> OneRank:
     import torch
 
-    from meshrun.check.bench_rank import fitted, measured
+    from meshrun.check.bench_rank import fitted, measured, resolved
     from meshrun.cli.rank import how_of, override
     from meshrun.layout import parse
 
     config, of = asked.config, asked.beyond["of"]
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    layout = parse(config.layout).resolve(of)
+    layout = resolved(parse(asked.beyond["layout"]), of)
     experiment, _, _ = override(make(asked.target, config.options, config.data), replace(config, batch=None))
     experiment = fitted(experiment, layout, config.batch, asked.beyond["steps"])
     return measured(
@@ -410,13 +435,15 @@ def _one_rank(asked: Asked) -> OneRank:
 
 
 def _show_rank(label: str, found: OneRank) -> None:
-    print(f"{label}: rank {found.place} of {found.of} on {found.layout}, global batch {found.batch:,}")
+    job = f"{found.layout}, {found.precision}, global batch {found.batch:,}"
+    print(f"{label}: rank {found.place} of {found.of} on {job}; measured on {found.device}")
     print(f"  holds {found.parameters:,} parameters")
     if found.peak_gib is not None:
         print(f"  needs {found.peak_gib:.2f} GiB at most; torch had taken {found.reserved_gib:.2f} GiB of the device")
+    else:
+        print("  no memory figure on a CPU")
     rate = f"{found.tokens_per_s:,.0f} tokens/s" if found.tokens_per_s else f"{found.samples_per_s:,.1f} samples/s"
-    print(f"  computes a step in {1000 * found.seconds:,.1f} ms, {rate}, without any communication")
-    how = {True: "compiled", "tried": "compiled where it could be"}.get(found.chosen.get("compile"), "not compiled")
-    print(f"  {how}; activations computed twice: {found.chosen.get('recompute', 'none')}")
+    print(f"  computes a step in {1000 * found.seconds:,.1f} ms, {rate} of this rank alone, without any communication")
+    print(f"  {_how(found.chosen)}")
     for note in found.notes:
         print(f"  {note}")

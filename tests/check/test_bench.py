@@ -10,8 +10,12 @@ import io
 import itertools
 import json
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,8 +26,8 @@ from meshrun import Experiment, cross_entropy, mesh
 from meshrun.check import bench_turns
 from meshrun.check.bench_count import Counts, count
 from meshrun.check.bench_peers import MESHRUN, PEERS
-from meshrun.check.bench_rank import fitted, measured, tokens_of
-from meshrun.check.bench_roofline import Device, sentence, shares_of
+from meshrun.check.bench_rank import fitted, measured, resolved, tokens_of
+from meshrun.check.bench_roofline import Device, sentence, shares_of, unsteady
 from meshrun.check.bench_task import OwnLoop, Task
 from meshrun.check.bench_turns import Built, Entry, Taken, Turn, in_order, ratios, take_turns, to_be_let_go
 from meshrun.cli.bench import _document, bench_command
@@ -146,6 +150,22 @@ def test_sides_take_turns_in_processes_of_their_own():
     assert ratios(taken["fast"], taken["broken"]) is None
 
 
+def refusing() -> Iterator[float]:
+    raise UserError("the optimizer is SGD (--states fp32)")
+    yield 0.0
+
+
+def test_what_the_user_gave_ends_all_before_any_round_where_nothing_can_be_compared_without():
+    said: list[str] = []
+    entries = [Entry("meshrun", refusing, samples=4, needed=True), Entry("bare", refusing, samples=4)]
+    with pytest.raises(bench_turns.Refused) as caught:
+        take_turns(entries, rounds=2, steps=2, device=CPU, say=said.append)
+    assert str(caught.value) == "the optimizer is SGD (--states fp32)"
+    assert not said
+    taken = take_turns([Entry("bare", refusing, samples=4)], rounds=1, steps=2, device=CPU)
+    assert taken["bare"].error == "the optimizer is SGD (--states fp32)"
+
+
 def test_memory_is_made_by_those_that_are_soon_built_again_and_no_more_than_needed():
     held, cost = {"a": 10, "b": 30, "c": 0}, {"a": 5.0, "b": 6.0, "c": 1.0}
     assert to_be_let_go(40, held, cost, 100) == []
@@ -188,6 +208,15 @@ def test_a_side_with_other_losses_is_void():
     json.dumps(document)
 
 
+def test_a_side_that_failed_says_why_in_its_row():
+    from meshrun.cli.bench import About
+
+    about = About(8, 0.0, "fp32", False, None, "it looks at numbers", Device("a", 1e12, None, 1e11, 1e-6))
+    failed = Taken(Entry("bare", functools.partial(counting, 0.0), samples=8), error="ValueError: it broke")
+    row = _document(about, {"meshrun": taken("meshrun", [2.0]), "bare": failed}, {})["rows"][1]
+    assert (row["note"], row["samples_per_s"], row["ratio"]) == ("ValueError: it broke", None, None)
+
+
 class Attending(nn.Module):
     """One head that looks back."""
 
@@ -217,6 +246,15 @@ def test_causal_attention_counts_what_is_needed():
     assert found.products == 2 * 2 * (16 * 5) * 8 * 24
 
 
+def test_moments_in_8_bits_are_a_quarter_of_the_bytes():
+    of_adam = small(
+        model=lambda: nn.Sequential(nn.Linear(8, 1024), nn.Tanh(), nn.Linear(1024, 3, bias=False)),
+        optimizer=lambda params: torch.optim.AdamW(params),
+    )
+    saved = count(of_adam, CPU).optimizer - count(of_adam, CPU, "8bit").optimizer
+    assert saved == pytest.approx(8 * 1024 * 2 * 6, rel=0.01)  # of the first matrix alone: the others are small
+
+
 def test_a_step_in_bf16_moves_fewer_bytes():
     assert count(small("bf16", batch=64), CPU).traffic < count(small(batch=64), CPU).traffic
 
@@ -226,16 +264,26 @@ def test_sentences_say_what_bounds_a_step():
     step = Counts(products=200e12, attention=13e12, traffic=0.08e12, optimizer=0.03e12, calls=2000, parameters=10**9)
     text = sentence(shares_of(step, device, 0.35, "bf16"))
     assert text == (
-        "bound by matrix products: they take 0.71 of the step at the pace of a large one, attention 5 %, "
+        "bound by matrix products: they take 71 % of the step at the pace of a large one, attention 5 %, "
         "memory traffic of other operations at most 6 %, that of the optimizer 2 %"
     )
-    assert "they take 0.38" in sentence(shares_of(step, device, 0.35, "float8"))
+    assert sentence(shares_of(step, device, 0.35, "float8")) == (
+        "of the measured step, 51 % is explained, and nothing takes half of it: matrix products take 38 % of the step "
+        "at the pace of a large one, attention 5 %, memory traffic of other operations at most 6 %, that of the "
+        "optimizer 2 %; the host takes up to 3 % of the step to start operations"
+    )
     tiny = Counts(products=1e9, attention=0, traffic=1e6, optimizer=1e6, calls=2000, parameters=10**5)
     assert sentence(shares_of(tiny, device, 0.012, "bf16")).startswith("bound by the host")
     light = Counts(products=1e12, attention=0, traffic=0.2e12, optimizer=0.01e12, calls=100, parameters=10**6)
     assert sentence(shares_of(light, device, 0.07, "bf16")).startswith("bound by memory traffic")
     assert sentence(shares_of(tiny, device, 0.1, "bf16", data_wait=0.8)).startswith("bound by data")
-    assert sentence(shares_of(tiny, device, 1.0, "bf16")).startswith("bound by nothing that is counted")
+    assert sentence(shares_of(tiny, device, 1.0, "bf16")).startswith("of the measured step, 0 % is explained")
+
+
+def test_a_device_that_was_not_equally_fast_all_the_time_is_told():
+    steady = Device("a", products=800e12, float8=None, bandwidth=4e12, call_s=5e-6, varied=1.1)
+    assert unsteady(steady) is None
+    assert "up to 2.4 times slower" in str(unsteady(dataclasses.replace(steady, varied=2.4)))
 
 
 @pytest.mark.parametrize("layout", ["fsdp=8", "dp=2,fsdp=4", "fsdp=4,tp=2"])
@@ -248,6 +296,7 @@ def test_one_rank_of_eight_holds_its_share(layout: str):
     assert (found.of, found.place, found.batch, found.micro) == (8, 5, on.dp * on.fsdp, 1)
     assert found.tokens_per_s == pytest.approx(16 / found.seconds)
     assert found.chosen["recompute"] == "none"
+    assert (found.device, found.precision) == ("cpu", "bf16")
 
 
 @pytest.mark.parametrize(
@@ -262,6 +311,16 @@ def test_ranks_that_cannot_be_alone_are_refused(layout: str, place: int, says: s
     on = parse(layout)
     with pytest.raises(UserError, match=says):
         measured(fitted(llama.experiment(), on, None, 2), How(), on, place, CPU, steps=2)
+
+
+def test_what_is_proposed_can_be_measured():
+    """Not dp=8, which a run could do."""
+    on = parse("tp=8")
+    with pytest.raises(UserError, match=r"ranks that work: dp=2,tp=4; dp=4,tp=2 \(--layout\)$"):
+        measured(fitted(llama.experiment(), on, None, 2), How(), on, 0, CPU, steps=2)
+    with pytest.raises(UserError, match=r"layouts near it: dp=2,fsdp=4; fsdp=8; dp=4,fsdp=2$"):
+        resolved(parse("fsdp=3"), 8)
+    assert str(resolved(parse("fsdp=*,tp=2"), 8)) == "fsdp=4,tp=2"
 
 
 def test_tokens_are_the_longest_row_of_whole_numbers():
@@ -283,12 +342,22 @@ def test_bench_train_prints_one_document():
     assert [row["side"] for row in document["rows"]] == ["meshrun", "bare"]
     assert document["ratios"]["vs_bare"] > 0
     assert all(row["losses_agree"] and row["samples_per_s"] > 0 for row in document["rows"])
-    assert document["roofline"]["sentence"].startswith("bound by")
+    assert document["roofline"]["sentence"].startswith(("bound by", "of the measured step"))
+    assert document["chosen"]["recompute"] == "none"
 
 
-def test_bench_prints_what_bounds_a_step():
-    text = printed("digits --width 8 --batch 16 --steps 2 --device cpu")
-    assert "FLOP/s in large matrix products" in text and "a step takes" in text and "bound by" in text
+def test_bench_prints_what_bounds_a_step_that_has_readers_and_what_was_chosen_for_it():
+    text = printed("digits --width 8 --batch 16 --steps 2 --device cpu --workers 1 --graphs")
+    assert "FLOP/s in large matrix products" in text and "a step takes" in text
+    assert "bound by" in text or "of the measured step" in text
+    assert "not compiled; activations computed twice: none" in text
+    assert "steps are not replayed as CUDA graphs: the device is cpu" in text
+
+
+def test_bench_rank_says_what_its_figures_are_of():
+    text = printed("rank llama --of 4 --layout fsdp=4 --context 16 --steps 1 --device cpu")
+    assert "rank 0 of 4 on fsdp=4, fp32, global batch 4; measured on cpu" in text
+    assert "no memory figure on a CPU" in text and "tokens/s of this rank alone" in text
 
 
 @pytest.mark.parametrize(
@@ -297,8 +366,12 @@ def test_bench_prints_what_bounds_a_step():
         ("train digits --peers fabrik", "peer 'fabrik' is not known; peers are bare"),
         ("train digits --rounds 0", "rounds is 0; it must be at least 1"),
         ("rank llama --layout fsdp=8", "bench rank needs --of: ranks of the job"),
-        ("rank llama --of 8 --layout fsdp=3", "layout 'fsdp=3' needs 3 ranks but this run has 8"),
+        ("rank llama --of 8 --layout fsdp=3", "layout 'fsdp=3' needs 3 ranks, but the job has 8"),
+        ("rank llama --of 8", "bench rank needs --layout: arrangement of these ranks"),
+        ("train digits --peers bare,bare", "peer 'bare' is named 2 times"),
         ("train", "bench train needs a TARGET"),
+        ("", "bench needs a TARGET"),
+        ("trian digits", "'trian' is neither .* bench takes a TARGET, train TARGET, or rank TARGET"),
     ],
 )
 def test_what_the_user_gave_wrong_is_said_in_a_sentence(words: str, says: str):
@@ -324,6 +397,31 @@ def test_no_process_is_left_behind():
         assert pid != os.getpid()
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
+
+
+KILLED = """
+import os, time, torch
+from meshrun.check import bench_turns
+
+if __name__ == "__main__":
+    with bench_turns.Process(torch.device("cpu")) as process:
+        print(process.ask(os.getpid), flush=True)
+        process.ask(time.sleep, 300)
+"""
+
+
+def test_a_side_ends_amid_its_turn_when_who_asks_is_killed(tmp_path: Path):
+    program = tmp_path / "asks.py"
+    program.write_text(KILLED)
+    with subprocess.Popen([sys.executable, str(program)], stdout=subprocess.PIPE, text=True) as asking:
+        assert asking.stdout is not None
+        side = int(asking.stdout.readline())
+        os.kill(side, 0)
+        asking.send_signal(signal.SIGKILL)
+    until = time.monotonic() + 10
+    while Path(f"/proc/{side}").exists() and time.monotonic() < until:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{side}").exists()
 
 
 @pytest.mark.gpu
