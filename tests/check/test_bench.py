@@ -135,7 +135,7 @@ def counting(seconds: float, fails: bool = False) -> Iterator[float]:
 
 def test_sides_take_turns_in_processes_of_their_own():
     entries = [
-        Entry("slow", functools.partial(counting, 0.02), samples=4),
+        Entry("slow", functools.partial(counting, 0.1), samples=4),
         Entry("fast", functools.partial(counting, 0.005), samples=4),
         Entry("broken", functools.partial(counting, 0.0, fails=True), samples=4),
         Entry("absent", functools.partial(counting, 0.0), samples=4, packages=("no_such_package",)),
@@ -144,7 +144,7 @@ def test_sides_take_turns_in_processes_of_their_own():
     assert len(taken["slow"].turns) == len(taken["fast"].turns) == 3
     assert taken["slow"].built is not None and taken["slow"].built.losses == [1.0, 0.5, pytest.approx(1 / 3)]
     found = ratios(taken["fast"], taken["slow"])
-    assert found is not None and 1.5 < found[0] < 5 and found[1] <= found[0] <= found[2]
+    assert found is not None and 1.5 < found[0] < 25 and found[1] <= found[0] <= found[2]
     assert "it broke" in str(taken["broken"].error) and not taken["broken"].turns
     assert "no_such_package" in str(taken["absent"].error)
     assert ratios(taken["fast"], taken["broken"]) is None
