@@ -32,7 +32,7 @@ class Peer:
 
     title: str
     make: Callable[[Task], Side]
-    package: str | None = None
+    needs: tuple[str, ...] = ()
     """What must be importable."""
     compiles: bool = False
     unfit: str | None = None
@@ -41,13 +41,12 @@ class Peer:
     @property
     def packages(self) -> tuple[str, ...]:
         """What is imported before its start is timed."""
-        return (*((self.package,) if self.package else ()), *(COMPILER if self.compiles else ()))
+        return (*self.needs, *(COMPILER if self.compiles else ()))
 
     @property
     def missing(self) -> str | None:
-        if self.package is not None and importlib.util.find_spec(self.package) is None:
-            return f"{self.package} is not installed"
-        return self.unfit
+        absent = [each for each in self.needs if importlib.util.find_spec(each) is None]
+        return f"{absent[0]} is not installed" if absent else self.unfit
 
 
 def meshrun(task: Task) -> Side:
@@ -308,11 +307,11 @@ MESHRUN = Peer("meshrun", meshrun)
 PEERS = {
     "bare": Peer("bare torch", bare),
     "bare-compiled": Peer("bare torch, compiled, fused", bare_compiled, compiles=True),
-    "fabric": Peer("Lightning Fabric", fabric, "lightning"),
-    "fabric-compile": Peer("Lightning Fabric + compile", fabric_compile, "lightning", compiles=True),
-    "lightning": Peer("Lightning Trainer", lightning, "lightning"),
-    "accelerate": Peer("Accelerate", accelerate, "accelerate"),
-    "transformers": Peer("transformers' Trainer", transformers, "transformers"),
-    "deepspeed": Peer("DeepSpeed", deepspeed, "deepspeed"),
-    "torchtitan": Peer("torchtitan", nothing, "torchtitan", unfit="torchtitan trains only its own models"),
+    "fabric": Peer("Lightning Fabric", fabric, ("lightning",)),
+    "fabric-compile": Peer("Lightning Fabric + compile", fabric_compile, ("lightning",), compiles=True),
+    "lightning": Peer("Lightning Trainer", lightning, ("lightning",)),
+    "accelerate": Peer("Accelerate", accelerate, ("accelerate",)),
+    "transformers": Peer("transformers' Trainer", transformers, ("transformers", "accelerate")),
+    "deepspeed": Peer("DeepSpeed", deepspeed, ("deepspeed",)),
+    "torchtitan": Peer("torchtitan", nothing, ("torchtitan",), unfit="torchtitan trains only its own models"),
 }
