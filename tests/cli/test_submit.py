@@ -295,7 +295,8 @@ def test_help_lists_the_options_of_jobs(call: Call):
         assert flag in shown
 
 
-def test_the_runs_of_a_sweep_have_all_combinations_of_its_values():
+def test_the_runs_of_a_sweep_have_all_combinations_of_its_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
     plan = planned(["digits", *DRY, "--sweep", "lr=1e-3,3e-4", "--sweep", "compile=true,false", "--until-done"])
     assert plan is not None and plan.submission.links == 20
     chosen = [(each.config.options.get("lr"), each.config.compile, each.values) for each in plan.choices]
