@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshrun.kernels.adamw import adamw_, numbers_of, runs_in_one_kernel
+from meshrun.kernels.adamw import Rule, adamw_, runs_in_one_kernel
 
 BLOCK = 256
 """Elements that share a scale."""
@@ -80,40 +80,20 @@ def adamw8_(
     gradient: Tensor,
     exp_avg: Eight,
     exp_avg_sq: Eight,
+    rule: Rule,
     *,
     copy: Tensor | None = None,
     factor: Tensor | float,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    decoupled: bool = True,
 ) -> None:
     """What `adamw_` does, with moments in 8 bits that are fp32 only while they are used."""
     if parameter.is_contiguous() and runs_in_one_kernel(parameter, gradient, copy):
         from meshrun.kernels import _eightbit_triton
 
-        numbers = numbers_of(lr, beta1, beta2, eps, weight_decay, step, decoupled)
         states = exp_avg.codes, exp_avg.scales, exp_avg_sq.codes, exp_avg_sq.scales
         factor = factor if isinstance(factor, Tensor) else float(factor)
-        _eightbit_triton.launch(parameter, gradient, *states, copy, factor, numbers, decoupled)
+        _eightbit_triton.launch(parameter, gradient, *states, copy, factor, rule.numbers(), rule.decoupled)
         return
     moments = exp_avg.read(parameter), exp_avg_sq.read(parameter)
-    adamw_(
-        parameter,
-        gradient,
-        *moments,
-        copy=copy,
-        factor=factor,
-        lr=lr,
-        beta1=beta1,
-        beta2=beta2,
-        eps=eps,
-        weight_decay=weight_decay,
-        step=step,
-        decoupled=decoupled,
-    )
+    adamw_(parameter, gradient, *moments, rule, copy=copy, factor=factor)
     exp_avg.write(moments[0])
     exp_avg_sq.write(moments[1])

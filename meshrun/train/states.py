@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from meshrun.errors import UserError
-from meshrun.kernels.adamw import adamw_many_
+from meshrun.kernels.adamw import Rule
 from meshrun.kernels.eightbit import LEAST, Eight, adamw8_
-from meshrun.train.update import InOnePass
+from meshrun.train.update import ODD, InOnePass
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 """What is kept in 8 bits, and whether it has numbers of both signs."""
@@ -43,7 +43,7 @@ class Kept(defaultdict[Tensor, Any]):
 def in_eight_bits(optimizer: Optimizer) -> None:
     """Let an optimizer keep its moments so; refuses those whose steps are not known here."""
     known = type(optimizer) in (Adam, AdamW)
-    odd = [name for name in ("amsgrad", "maximize", "differentiable", "capturable") if _any(optimizer, name)]
+    odd = [name for name in ODD if _any(optimizer, name)]
     if not known or odd or any(isinstance(group["lr"], Tensor) for group in optimizer.param_groups):
         found = type(optimizer).__name__ + (f" with {odd[0]}" if odd else "" if not known else " with lr as a tensor")
         raise UserError(
@@ -83,13 +83,15 @@ class EightBit(InOnePass):
         exp_avgs: Sequence[Any],
         exp_avg_sqs: Sequence[Any],
         copies: Sequence[Tensor | None],
-        **numbers: Any,
+        rule: Rule,
+        factor: float | Tensor,
     ) -> None:
         rest = []
         for each in zip(parameters, gradients, exp_avgs, exp_avg_sqs, copies, strict=True):
             if isinstance(each[2], Eight):
-                adamw8_(*each[:4], copy=each[4], **numbers)
+                adamw8_(*each[:4], rule, copy=each[4], factor=factor)
             else:
                 rest.append(each)
         if rest:
-            adamw_many_(*map(list, zip(*rest, strict=True)), **numbers)
+            some, theirs, first, second, rounded = zip(*rest, strict=True)
+            super()._change(some, theirs, first, second, rounded, rule, factor)

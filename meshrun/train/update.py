@@ -19,10 +19,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from meshrun.kernels.adamw import adamw_many_
+from meshrun.kernels.adamw import Rule, adamw_many_
 from meshrun.kernels.here import available
 from meshrun.parallel.masters import collect, spread
 from meshrun.parallel.placed import Placed, Shard
+
+ODD = ("amsgrad", "maximize", "differentiable", "capturable")
+"""What makes a step of Adam another one than the kernels know."""
 
 
 class Update(Protocol):
@@ -119,18 +122,21 @@ class InOnePass:
                 [states[place]["exp_avg"] for place in places],
                 [states[place]["exp_avg_sq"] for place in places],
                 [used[place][0].copy for place in places],
-                factor=factor.float() if isinstance(factor, Tensor) else factor,
-                lr=group["lr"],
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                step=step,
-                decoupled=_is_decoupled(self.optimizer, group),
+                _rule(self.optimizer, group, step),
+                factor.float() if isinstance(factor, Tensor) else factor,
             )
 
-    def _change(self, *tensors: Any, **numbers: Any) -> None:
-        adamw_many_(*tensors, **numbers)
+    def _change(
+        self,
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor],
+        exp_avgs: Sequence[Any],
+        exp_avg_sqs: Sequence[Any],
+        copies: Sequence[Tensor | None],
+        rule: Rule,
+        factor: float | Tensor,
+    ) -> None:
+        adamw_many_(parameters, gradients, exp_avgs, exp_avg_sqs, copies, rule, factor=factor)
 
     def _state(self, parameter: nn.Parameter) -> dict[str, Any]:
         """A parameter's state, made as torch's own fused form makes it."""
@@ -176,10 +182,12 @@ def _is_known(optimizer: Optimizer, placed: Placed) -> bool:
 
 
 def _is_usual(group: dict[str, Any]) -> bool:
-    odd = any(group.get(each) for each in ("amsgrad", "maximize", "differentiable", "capturable"))
+    odd = any(group.get(each) for each in ODD)
     numbers = (group["lr"], group["eps"], group["weight_decay"], *group["betas"])
     return bool(group.get("fused")) and not odd and not any(isinstance(each, Tensor) for each in numbers)
 
 
-def _is_decoupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    return bool(group.get("decoupled_weight_decay", type(optimizer) is AdamW))
+def _rule(optimizer: Optimizer, group: dict[str, Any], step: int) -> Rule:
+    beta1, beta2 = group["betas"]
+    decoupled = bool(group.get("decoupled_weight_decay", type(optimizer) is AdamW))
+    return Rule(group["lr"], beta1, beta2, group["eps"], group["weight_decay"], step, decoupled)

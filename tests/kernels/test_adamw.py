@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW
 
-from meshrun.kernels.adamw import adamw_, adamw_many_
+from meshrun.kernels.adamw import Rule, adamw_, adamw_many_
 
 NUMBERS: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
@@ -34,7 +34,7 @@ def test_three_updates_are_torchs_own_bit_by_bit(decoupled: bool):
     start, gradients = drawn(37, 5), [drawn(37, 5, seed=number) for number in (1, 2, 3)]
     parameter, moments = start.clone(), (torch.zeros(37, 5), torch.zeros(37, 5))
     for number, gradient in enumerate(gradients):
-        adamw_(parameter, gradient, *moments, factor=1.0, step=number + 1, decoupled=decoupled, **NUMBERS)
+        adamw_(parameter, gradient, *moments, Rule(step=number + 1, decoupled=decoupled, **NUMBERS), factor=1.0)
     wanted = by_torch(start, gradients, decoupled, foreach=False, fused=False)
     assert all(torch.equal(mine, its) for mine, its in zip((parameter, *moments), wanted, strict=True))
 
@@ -43,7 +43,7 @@ def test_a_gradient_in_halves_is_scaled_in_fp32_and_the_copy_is_the_rounded_para
     start, gradient = drawn(64), drawn(64, seed=1).bfloat16()
     parameter, copy = start.clone(), torch.empty(64, dtype=torch.bfloat16)
     factor = torch.tensor(0.37)
-    adamw_(parameter, gradient, torch.zeros(64), torch.zeros(64), copy=copy, factor=factor, step=1, **NUMBERS)
+    adamw_(parameter, gradient, torch.zeros(64), torch.zeros(64), Rule(step=1, **NUMBERS), copy=copy, factor=factor)
     wanted, *_ = by_torch(start, [gradient.float() * 0.37], True, foreach=False, fused=False)
     torch.testing.assert_close(parameter, wanted, rtol=1e-6, atol=1e-8)
     assert torch.equal(copy, parameter.bfloat16())
@@ -60,10 +60,10 @@ def test_many_parameters_get_what_each_gets_alone(decoupled: bool):
     moments = [[torch.zeros(shape) for shape in shapes] for _ in range(2)]
     alone = [[each.clone() for each in of] for of in (masters, *moments)]
     for step in (1, 2):
-        how = {"factor": torch.tensor(0.5), "step": step, "decoupled": decoupled, **NUMBERS}
-        adamw_many_(masters, gradients, *moments, copies, **how)
+        rule, factor = Rule(step=step, decoupled=decoupled, **NUMBERS), torch.tensor(0.5)
+        adamw_many_(masters, gradients, *moments, copies, rule, factor=factor)
         for parameter, gradient, exp_avg, exp_avg_sq in zip(alone[0], gradients, *alone[1:], strict=True):
-            adamw_(parameter, gradient, exp_avg, exp_avg_sq, **how)
+            adamw_(parameter, gradient, exp_avg, exp_avg_sq, rule, factor=factor)
     for mine, its in zip((masters, *moments), alone, strict=True):
         for one, other in zip(mine, its, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
@@ -85,7 +85,14 @@ def test_the_kernel_is_torchs_fused_update(shape: tuple[int, ...], decoupled: bo
     moments = torch.zeros_like(start), torch.zeros_like(start)
     factor = torch.full((), 0.37, device="cuda")
     for number, gradient in enumerate(gradients):
-        adamw_(parameter, gradient, *moments, copy=copy, factor=factor, step=number + 1, decoupled=decoupled, **NUMBERS)
+        adamw_(
+            parameter,
+            gradient,
+            *moments,
+            Rule(step=number + 1, decoupled=decoupled, **NUMBERS),
+            copy=copy,
+            factor=factor,
+        )
     wanted = by_torch(start, [each.float() * factor for each in gradients], decoupled, fused=True)
     for mine, its in zip((parameter, *moments), wanted, strict=True):
         torch.testing.assert_close(mine, its, rtol=2e-6, atol=1e-7)
@@ -99,6 +106,6 @@ def test_the_kernel_reaches_elements_beyond_the_range_of_32_bits():
         pytest.skip("takes 32 GB of a GPU's memory")
     tensors = [torch.zeros(size, device="cuda") for _ in range(3)]
     gradient = torch.ones(size, device="cuda", dtype=torch.bfloat16)
-    adamw_(*tensors[:1], gradient, *tensors[1:], factor=1.0, step=1, **NUMBERS)
+    adamw_(*tensors[:1], gradient, *tensors[1:], Rule(step=1, **NUMBERS), factor=1.0)
     for each in (tensors[0], tensors[1], tensors[2]):
         assert each[-1].item() == each[0].item() != 0.0

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from meshrun.kernels.adamw import adamw_
+from meshrun.kernels.adamw import Rule, adamw_
 from meshrun.kernels.eightbit import BLOCK, Eight, adamw8_
 
 NUMBERS: dict[str, Any] = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01}
@@ -86,7 +86,7 @@ def test_a_thousand_steps_end_within_a_percent_of_fp32_moments():
             if eight:
                 with torch.no_grad():
                     for each, moments in kept.items():
-                        adamw8_(each, each.grad, *moments, factor=1.0, step=step + 1, **NUMBERS)
+                        adamw8_(each, each.grad, *moments, Rule(step=step + 1, **NUMBERS), factor=1.0)
             else:
                 optimizer.step()
             optimizer.zero_grad()
@@ -110,7 +110,9 @@ def test_the_kernel_does_what_plain_torch_does(shape: tuple[int, ...], decoupled
         moments = Eight.zeros(parameter, True), Eight.zeros(parameter, False)
         for step in (1, 2, 3):
             gradient = uneven(*shape, seed=step).bfloat16().to(device)
-            adamw8_(parameter, gradient, *moments, copy=copy, factor=0.37, step=step, decoupled=decoupled, **NUMBERS)
+            adamw8_(
+                parameter, gradient, *moments, Rule(step=step, decoupled=decoupled, **NUMBERS), copy=copy, factor=0.37
+            )
         assert torch.equal(copy, parameter.bfloat16())
         places.append((parameter, moments))
     (mine, my_moments), (plain, its_moments) = places
@@ -126,6 +128,6 @@ def test_the_first_update_is_that_of_fp32_moments():
     """Nothing was stored before it, so nothing was rounded."""
     start, gradient = uneven(5000), uneven(5000, seed=1)
     mine, plain = start.clone(), start.clone()
-    adamw8_(mine, gradient, Eight.zeros(mine, True), Eight.zeros(mine, False), factor=1.0, step=1, **NUMBERS)
-    adamw_(plain, gradient, torch.zeros(5000), torch.zeros(5000), factor=1.0, step=1, **NUMBERS)
+    adamw8_(mine, gradient, Eight.zeros(mine, True), Eight.zeros(mine, False), Rule(step=1, **NUMBERS), factor=1.0)
+    adamw_(plain, gradient, torch.zeros(5000), torch.zeros(5000), Rule(step=1, **NUMBERS), factor=1.0)
     assert torch.equal(mine, plain)
