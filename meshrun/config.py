@@ -28,6 +28,8 @@ from meshrun.errors import UserError
 FORMAT = 1
 RUNS = Path("runs")
 DATA = Path("data")
+RECOMPUTE = r"auto|none|full|selective|every-[1-9]\d{0,3}"
+"""What `--recompute` may say; known here, so that no rank has to be started to refuse another word."""
 UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
 
@@ -124,6 +126,11 @@ class RunConfig:
             raise UserError(
                 f"deadline is {self.deadline!r}; it must be auto, none, or a time from now such as 90s, 10min or 2h "
                 f"(--deadline)"
+            )
+        if not re.fullmatch(RECOMPUTE, self.recompute):
+            raise UserError(
+                f"recompute is {self.recompute!r}; it must be auto, none, full, selective, or every-K for every K-th "
+                f"segment (--recompute)"
             )
         if not self.cache.strip():
             raise UserError("cache is empty; it must be auto, tmp, memory, a folder, or none (--cache)")

@@ -20,6 +20,7 @@ from meshrun.cli.command import Asked
 from meshrun.cli.job_options import options_in_text, parse_submit
 from meshrun.cli.options import run_options
 from meshrun.config import RunConfig, seconds_in
+from meshrun.data.shuffle import Shuffle
 from meshrun.errors import UserError
 from meshrun.launch import limits, probe
 from meshrun.launch.submission import LINKS, Element, Resources, Rules, Submission, rules_of
@@ -197,6 +198,8 @@ def _rejoined(parts: Sequence[str], begins: Callable[[str], bool]) -> list[str]:
 def _for_job(config: RunConfig, asked: Resources, site: Site | None) -> RunConfig:
     """The run as its job starts it: ranks of a node, nodes, and all paths as every node sees them."""
     parse_interval(config.checkpoint)
+    if config.shuffle is not None:
+        Shuffle.parse(config.shuffle)
     layout = parse(config.layout)
     layout.resolve(asked.ranks, asked.procs, config.allow_tp_across_nodes)
     fewer = any(_fits(layout, nodes * asked.procs, config) for nodes in range(1, asked.nodes))

@@ -24,6 +24,7 @@ from meshrun.cli.command import Asked
 from meshrun.cli.launcher import OpenHub, as_agent, join, lead, wanted_of
 from meshrun.cli.target import make
 from meshrun.config import RunConfig, RunDirectory
+from meshrun.data.shuffle import Shuffle
 from meshrun.errors import SharedError, UserError
 from meshrun.launch.agents import ranks_to_start
 from meshrun.launch.head import Wanted
@@ -133,6 +134,8 @@ def _check_before_start(asked: Asked, wanted: Wanted) -> None:
     config, target = asked.config, asked.target
     assert config.procs is not None
     parse_interval(config.checkpoint)
+    if config.shuffle is not None:
+        Shuffle.parse(config.shuffle)
     # All nodes that were started together are to have a part in it; where others may come, some number must suit it.
     nodes = [wanted.expected] if wanted.expected else range(wanted.least, wanted.most + 1)
     sizes = [config.procs * each for each in nodes]

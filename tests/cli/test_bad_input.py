@@ -85,6 +85,7 @@ REFUSALS = {
     "micro-batch of nothing": (["--micro", 0], r"micro is 0; it must be .* at least 1 \(--micro\)$"),
     "clip of nothing": (["--clip", 0], r"clip is 0.0; it must be above 0.*\(--clip\)$"),
     "precision that is none": (["--precision", "fp8"], r"precision is 'fp8'; .* fp32, bf16, float8 \(--precision\)$"),
+    "order that is none": (["--shuffle", "some"], r"shuffle is 'some'; .* full, window .*\(--shuffle\)$"),
     "no processes": (["--procs", 0], r"procs is 0; it must be at least 1 \(--procs\)$"),
     "less than no readers": (["--workers", -1], r"workers is -1; it must be at least 0 \(--workers\)$"),
     "port that is none": (["--port", 70000], r"port is 70000; .* between 1 and 65535 \(--port\)$"),
@@ -137,6 +138,14 @@ TARGETS = {
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: Path(target).name or "no target")
 def test_wrong_target_or_experiment_is_one_sentence(call: Call, target: str):
     check_refusal(call(*filter(None, [target])), TARGETS[target])
+
+
+def test_a_level_of_computing_twice_that_is_none_is_refused_before_there_is_a_run(call: Call, tmp_path: Path):
+    said = r"recompute is 'blah'; it must be auto, none, full, selective, or every-K .*\(--recompute\)$"
+    check_refusal(call(WRONG, "--recompute", "blah", "--procs", 2), said)
+    (tmp_path / "options.toml").write_text('recompute = "blah"')
+    check_refusal(call(WRONG, "--config", "options.toml"), said)
+    assert [each.name for each in tmp_path.iterdir()] == ["options.toml"]
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,18 @@ REFUSALS: dict[str, tuple[list[object], str]] = {
         ["--layout", "tp=8"],
         r"do not fit inside nodes of 4 ranks.*--allow-tp-across-nodes\)$",
     ),
+    "a level of computing twice that is none": (
+        ["--recompute", "every-0"],
+        r"^recompute is 'every-0'; it must be auto, none, full, selective, or every-K .*\(--recompute\)$",
+    ),
+    "a sweep over levels that are none": (
+        ["--sweep", "recompute=none,blah"],
+        r"^recompute is 'blah'; it must be auto, .*\(--recompute\)$",
+    ),
+    "states that are none": (["--states", "4bit"], r"^states is '4bit'; it must be one of fp32, 8bit \(--states\)$"),
+    "a precision that is none": (["--precision", "fp8"], r"^precision is 'fp8'; .* float8 \(--precision\)$"),
+    "graphs with a value": (["--graphs=some"], r"^Option '--graphs' does not take a value$"),
+    "an order that is none": (["--shuffle", "window:0"], r"^shuffle is 'window:0'; it must be full, .*\(--shuffle\)$"),
     "links of no chain": (["--links", 3], r"^links is 3, which bounds a chain of jobs; .*\(--until-done\)$"),
     "a chain of none": (["--until-done", "--links", 0], r"^links is 0; it must be at least 1 \(--links\)$"),
     "set-up lines that are not there": (["--setup", "none.sh"], r"^cannot read none.sh: No such file.*\(--setup\)$"),
