@@ -237,8 +237,9 @@ def _task(config: RunConfig, device: torch.device) -> Task:
 
     from meshrun.check.bench_task import Task
     from meshrun.cli.rank import how_of, override
-    from meshrun.data.loader import readers_of_a_rank
-    from meshrun.world.cores import granted
+    from meshrun.train.loop import readers_for
+    from meshrun.world import detect
+    from meshrun.world.environment import inherited
 
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -248,8 +249,7 @@ def _task(config: RunConfig, device: torch.device) -> Task:
         experiment = replace(experiment, micro=None)
     workers = config.workers
     if workers is None:
-        light = bool(getattr(experiment.train, "light", False))
-        workers = readers_of_a_rank(len(granted()), torch.get_num_threads(), device.type == "cuda", light)
+        workers = readers_for(experiment.train, detect(inherited()), device)
     return Task(experiment, how_of(config), device, workers, scale)
 
 

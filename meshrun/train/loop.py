@@ -53,6 +53,7 @@ from meshrun.train.states import in_eight_bits
 from meshrun.train.step import Inspect, Stepper
 from meshrun.train.totals import Totals, Update
 from meshrun.train.writing import Writing
+from meshrun.world import World
 from meshrun.world.caches import keep_compiled_code
 from meshrun.world.cores import granted, quota
 
@@ -129,7 +130,7 @@ class Trainer:
             self.placed.notes.append(lost)
         self.reading = Reading(
             cut=Cut(experiment.micro, **asdict(self.placed.cutting)),
-            workers=_workers(self.here, experiment.train) if workers is None else workers,
+            workers=readers_for(experiment.train, self.here.world, self.here.device) if workers is None else workers,
             prefetch=prefetch,
             pin=self.here.device.type == "cuda",
             collate=experiment.collate,
@@ -443,11 +444,11 @@ def _refuse_settings(experiment: Experiment, layout: Layout, how: How) -> None:
         refuse_unless_by_element(experiment.optimizer, str(layout))
 
 
-def _workers(here: Here, data: MapDataset) -> int:
-    """Readers beside the computing, from the cores that this rank really has."""
-    local = here.world.local_size
+def readers_for(data: MapDataset, world: World, device: torch.device) -> int:
+    """Processes that read beside the computing, from the cores that this rank really has."""
+    local = world.local_size
     # Ranks are bound to cores of their own, but by nobody to their share of what a container may use.
-    bound = len(granted()) / (local if here.world.source == "none" else 1)
+    bound = len(granted()) / (local if world.source == "none" else 1)
     cores = int(min(bound, (quota() or math.inf) / local))
     light = bool(getattr(data, "light", isinstance(data, TensorDataset | Tensor | list | tuple)))  # it is all in memory
-    return readers_of_a_rank(cores, torch.get_num_threads(), here.device.type == "cuda", light)
+    return readers_of_a_rank(cores, torch.get_num_threads(), device.type == "cuda", light)

@@ -30,11 +30,14 @@ from meshrun.check.bench_rank import fitted, measured, resolved, tokens_of
 from meshrun.check.bench_roofline import Device, sentence, shares_of, unsteady
 from meshrun.check.bench_task import OwnLoop, Task
 from meshrun.check.bench_turns import Built, Entry, Taken, Turn, in_order, ratios, take_turns, to_be_let_go
-from meshrun.cli.bench import _document, bench_command
+from meshrun.cli.bench import _document, _task, bench_command
+from meshrun.config import RunConfig
 from meshrun.errors import UserError
 from meshrun.layout import parse
 from meshrun.parallel.build import How
 from meshrun.recipes import llama
+from meshrun.train import loop
+from meshrun.train.loop import Trainer
 
 CPU = torch.device("cpu")
 
@@ -377,6 +380,34 @@ def test_bench_rank_says_what_its_figures_are_of():
 def test_what_the_user_gave_wrong_is_said_in_a_sentence(words: str, says: str):
     with pytest.raises(UserError, match=says):
         bench_command(words.split())
+
+
+IN_MEMORY = """
+import torch
+from torch.utils.data import Dataset, TensorDataset
+from meshrun import Experiment, cross_entropy
+
+class Read(TensorDataset):
+    light = False
+
+def experiment(kept: bool = True):
+    train = (TensorDataset if kept else Read)(torch.zeros(8, 3), torch.zeros(8, dtype=torch.long))
+    sgd = lambda params: torch.optim.SGD(params, lr=0.1)
+    return Experiment(lambda: torch.nn.Linear(3, 2), train, loss=cross_entropy, optimizer=sgd, batch=4, steps=2)
+"""
+
+
+@pytest.mark.parametrize(("kept", "cores", "readers"), [(True, 9, 0), (False, 9, 8), (False, 3, 2)])
+def test_sides_have_the_readers_that_a_run_would_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kept: bool, cores: int, readers: int
+):
+    (tmp_path / "program.py").write_text(IN_MEMORY)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(loop, "granted", lambda: frozenset(range(9)))
+    monkeypatch.setattr(loop, "quota", lambda: cores)  # a container may show more than it lets run
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    task = _task(RunConfig(target=str(tmp_path / "program.py"), options={"kept": kept}), CPU)
+    assert task.workers == readers == Trainer(task.experiment, mesh.start(), how=task.how).reading.workers
 
 
 def test_peers_that_are_not_there_are_told(monkeypatch: pytest.MonkeyPatch):
