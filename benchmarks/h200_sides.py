@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from meshrun import Experiment, cross_entropy
 from meshrun.check import bench_peers as peers
 from meshrun.check.bench_task import Side, Task
-from meshrun.parallel.build import How
+from meshrun.parallel.how import How
 from meshrun.parallel.placed import call
 from meshrun.recipes import images, llama, summarize
 

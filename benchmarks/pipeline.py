@@ -33,11 +33,10 @@ from torch import Tensor, nn
 from meshrun import Experiment, Loss, Trainer
 from meshrun.layout import parse
 from meshrun.mesh import Here
-from meshrun.parallel.build import chunks_of
 from meshrun.parallel.later import Later
 from meshrun.parallel.meshed import Meshed
 from meshrun.parallel.pipeline import Event
-from meshrun.parallel.schedule import idle_share
+from meshrun.parallel.schedule import chunks_of, idle_share
 
 SEGMENTS, WIDTH, MICRO_BATCHES = 8, 8, 2
 """Micro-batches a step are so many a rank."""

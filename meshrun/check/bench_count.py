@@ -25,7 +25,7 @@ from torch.utils.flop_counter import flop_registry
 from meshrun.data.order import Order
 from meshrun.experiment import Experiment
 from meshrun.kernels.eightbit import BLOCK, LEAST
-from meshrun.parallel.build import demands_of
+from meshrun.parallel.demands import demands_of
 from meshrun.parallel.placed import call
 
 ATTENTION = torch._C._nn.scaled_dot_product_attention

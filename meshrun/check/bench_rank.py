@@ -23,7 +23,8 @@ from meshrun import mesh
 from meshrun.errors import RunFailed, UserError
 from meshrun.experiment import Experiment
 from meshrun.layout import Layout, nearest
-from meshrun.parallel.build import How, demands_of
+from meshrun.parallel.demands import demands_of
+from meshrun.parallel.how import How
 from meshrun.train.bad_steps import Policy, Verdict
 from meshrun.train.loop import Trainer, refuse
 

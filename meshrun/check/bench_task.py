@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, default_collate
 from meshrun.data.draws import SampleDraws
 from meshrun.data.order import Order
 from meshrun.experiment import Experiment, Schedule
-from meshrun.parallel.build import How
+from meshrun.parallel.how import How
 from meshrun.parallel.placed import call
 
 Side = Iterator[Any]

@@ -34,8 +34,8 @@ from meshrun.data.order import Order
 from meshrun.data.permutation import Ids
 from meshrun.experiment import Experiment, MapDataset
 from meshrun.mesh import Here
-from meshrun.parallel.build import How
 from meshrun.parallel.dp import Replicated
+from meshrun.parallel.how import How
 from meshrun.parallel.placed import Placed, call, computing
 from meshrun.state.weights import save_weights
 from meshrun.train.loop import Record, Trainer

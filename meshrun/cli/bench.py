@@ -261,7 +261,7 @@ def _about(config: RunConfig, device: torch.device) -> About:
     from meshrun.check.bench_count import count
     from meshrun.check.bench_rank import tokens_of
     from meshrun.check.bench_roofline import measured
-    from meshrun.parallel.build import demands_of
+    from meshrun.parallel.demands import demands_of
 
     task = _task(config, device)
     experiment = task.experiment

@@ -50,8 +50,8 @@ from meshrun.observe.report import write_report
 from meshrun.observe.stragglers import sniff_on
 from meshrun.observe.watch import Watcher
 from meshrun.parallel import compiled
-from meshrun.parallel.build import How
 from meshrun.parallel.choose import Choosing
+from meshrun.parallel.how import How
 from meshrun.train.bad_samples import left_out, read_bad
 from meshrun.train.bad_steps import Policy
 from meshrun.train.data_wait import waited_for_data

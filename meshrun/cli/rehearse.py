@@ -228,7 +228,7 @@ def _refuse_too_large(target: Target, elements: int, layout: Layout) -> None:
 
 def _elements(experiment: Experiment) -> int:
     """Parameters of the model, which is not filled for that; 0 where it cannot be built."""
-    from meshrun.parallel.build import demands_of
+    from meshrun.parallel.demands import demands_of
 
     try:
         return sum(each.numel() for each in demands_of(experiment).model.parameters())

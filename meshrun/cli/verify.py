@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from meshrun.check.probe import Found
     from meshrun.check.verify import Allowed, Measured
     from meshrun.experiment import Experiment
-    from meshrun.parallel.build import Demands, How
+    from meshrun.parallel.demands import Demands
+    from meshrun.parallel.how import How
 
 COVERING = (
     *("dp=2", "dp=3", "fsdp=2", "tp=2", "pp=2", "cp=2"),
@@ -162,7 +163,7 @@ class Alone:
 def _verify(asked: Asked, layouts: list[Layout] | None, tolerance: float | None, folder: Path) -> Outcome:
     from meshrun.check.verify import TOLERANCE
     from meshrun.cli.rank import how_of, override
-    from meshrun.parallel.build import demands_of
+    from meshrun.parallel.demands import demands_of
 
     config = replace(asked.config, runs=folder)
     experiment, _, _ = override(make(asked.target, config.options, config.data), config)
@@ -251,7 +252,7 @@ def _covering(demands: Demands, config: RunConfig, left_out: dict[str, str]) -> 
 
 def _objection(demands: Demands, layout: Layout, how: How) -> str | None:
     """Why the program cannot be trained on a layout, or None."""
-    from meshrun.parallel.build import refuse_how
+    from meshrun.parallel.how import refuse_how
     from meshrun.train.optim import refuse_unless_by_element
 
     try:

@@ -1,7 +1,7 @@
 """The axis fsdp: every rank keeps a part of each parameter, of its gradient and of its optimizer state.
 
-    apply(model, segments, mesh, "zero3", precision="fp32")
-    with accumulating(model, "zero3", last=True): loss.backward()
+    apply(model, segments, mesh_of(here), variant_of(layout), precision="fp32", offload=False)
+    accumulating(model, "zero3", last=True); loss.backward()
     settle(model)                           # before the optimizer step
 
 torch's `fully_shard` with one unit a segment, or a few small ones, and what is outside of them in the outermost unit.
@@ -25,6 +25,9 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from meshrun.layout import Layout
+from meshrun.mesh import Here
 
 
 def apply(
@@ -57,6 +60,20 @@ def apply(
     for unit, after in itertools.pairwise(units):
         # Asked for before this one computes. In the backward pass torch does so by itself.
         cast(FSDPModule, unit[0]).set_modules_to_forward_prefetch([cast(FSDPModule, after[0])])
+
+
+def mesh_of(here: Here) -> DeviceMesh:
+    """The ranks that share a model's parameters out among them; with dp, also those that hold copies."""
+    sharded = here.submesh("fsdp", "cp")
+    assert sharded is not None and here.mesh is not None
+    names = sharded.mesh_dim_names
+    assert names is not None
+    return here.mesh["dp", names[0]] if here.layout.dp > 1 else sharded
+
+
+def variant_of(layout: Layout) -> str:
+    """Weights' gradients that are computed late need the parameters to be as they were."""
+    return "zero2" if layout.pp_variant == "zb" and layout.fsdp_variant == "zero3" else layout.fsdp_variant
 
 
 def _units(segments: Sequence[nn.Module]) -> list[list[nn.Module]]:
@@ -94,6 +111,12 @@ def accumulating(model: nn.Module, variant: str, last: bool) -> None:
     if variant == "zero1":
         module.set_requires_gradient_sync(last)
         module.set_reshard_after_backward(last)
+
+
+def before_backward(layout: Layout, part: nn.Module, last: bool) -> None:
+    """What `accumulating` needs to know on this layout."""
+    # Pipelines have many micro-batches: their gradients are reduced once a step.
+    accumulating(part, "zero1" if layout.pp > 1 else layout.fsdp_variant, last)
 
 
 def settle(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,60 +23,11 @@ from torch.distributed.tensor import DTensor
 from meshrun.layout import AXES
 from meshrun.mesh import Here
 from meshrun.parallel import buffers, cp, fsdp, gather, masters
+from meshrun.parallel.held import Held
 from meshrun.parallel.masters import local
 from meshrun.parallel.pipeline import Pipeline
 from meshrun.parallel.placed import Asked, Cutting, Outcome, Piece, Score, Shard, norms, persistent_buffers
 from meshrun.parallel.reduced import Counted, Overlapped, Source, summed
-
-
-@dataclass(frozen=True, eq=False)
-class Held:
-    """A parameter of the model of which this rank holds all or a part."""
-
-    name: str
-    """As the model itself calls it."""
-    parameter: nn.Parameter
-    block: tuple[int, int]
-    """(number, of): which of several equal blocks of the model's own parameter this is; (0, 1) for all of it."""
-    split_dim: int | None
-    """The dimension along which tp has split it."""
-    master: nn.Parameter | None = None
-    """This rank's part in fp32, where the parameter itself is bf16."""
-
-    @property
-    def local(self) -> Tensor:
-        """The memory that this rank holds."""
-        return local(self.parameter)
-
-    def cut(self, whole: Tensor, tp: tuple[int, int], sharded: tuple[int, int]) -> Tensor:
-        """This rank's part of the model's own parameter; places are (part, parts)."""
-        number, of = self.block
-        part = whole.chunk(of)[number] if of > 1 else whole
-        if self.split_dim is not None:
-            part = _chunk(part, tp, self.split_dim)
-        return _chunk(part, sharded, 0) if sharded[1] > 1 else part
-
-    def where(self, tp: tuple[int, int], sharded: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The shape of the model's own parameter, and where in it this rank's part begins."""
-        number, of = self.block
-        block = list(self.parameter.shape)
-        shape, start = list(block), [0] * len(block)
-        if of > 1:
-            shape[0], start[0] = block[0] * of, block[0] * number
-        if self.split_dim is not None:
-            step = -(-block[self.split_dim] // tp[1])
-            first = min(step * tp[0], block[self.split_dim])
-            start[self.split_dim] += first
-            block[self.split_dim] = min(step, block[self.split_dim] - first)
-        if sharded[1] > 1:
-            start[0] += min(-(-block[0] // sharded[1]) * sharded[0], block[0])
-        return tuple(shape), tuple(start)
-
-
-def _chunk(tensor: Tensor, place: tuple[int, int], dim: int) -> Tensor:
-    """As torch cuts: full chunks first, then a smaller one, then none."""
-    chunks = tensor.chunk(place[1], dim)
-    return chunks[place[0]] if place[0] < len(chunks) else tensor.narrow(dim, 0, 0)
 
 
 class Meshed:

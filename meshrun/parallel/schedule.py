@@ -16,6 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
+from meshrun.layout import Layout
+
 Kind = Literal["F", "B", "I", "W"]
 
 
@@ -25,6 +27,11 @@ class Action(NamedTuple):
     kind: Kind
     stage: int
     piece: int
+
+
+def chunks_of(layout: Layout) -> int:
+    """How many stages a rank has."""
+    return 2 if layout.pp_variant == "interleaved" else 1
 
 
 def orders(variant: str, ranks: int, chunks: int, pieces: int) -> list[list[Action]]:

@@ -83,6 +83,16 @@ class Plan:
             and not any(name == each or name.startswith(f"{each}.") for each in split)
         ]
 
+    def note(self, model: nn.Module) -> str:
+        """What to tell the user of it."""
+        if not self.styles:
+            nothing = "no plan covers this model, so every rank holds and computes all of it"
+            return f"tp: {nothing} (Experiment(tensor_plan=…))"
+        if whole := self.whole(model):
+            named = ", ".join(whole[:4]) + (f" and {len(whole) - 4} more" if len(whole) > 4 else "")
+            return f"tp by {self.source}: whole on every rank are {named}"
+        return f"tp by {self.source}"
+
 
 def plan_for(model: nn.Module, given: Mapping[str, str] | None) -> Plan:
     """The user's plan, else the model's own, else one made from the layers that are known."""

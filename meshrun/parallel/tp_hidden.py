@@ -1,7 +1,6 @@
 """Messages of tp beside the matrix products that need them.
 
-    reason = cannot_hide(plan, "nccl", compiled=True, ranks=8, ranks_of_node=8)
-    if reason is None: hide(mesh, device)
+    notes = hide_if_possible(plan, here, compiled=True)     # what to tell the user of it
 
 Ranks wait for tp's messages in every layer. On GPUs that reach each other's memory, compiled code cuts a message and
 the product that needs it into pieces, so that one piece travels while another is computed: torch's asynchronous tensor
@@ -18,7 +17,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from meshrun.mesh import Here
 from meshrun.parallel import tp
+
+
+def hide_if_possible(plan: tp.Plan, here: Here, compiled: bool) -> list[str]:
+    """Have tp's messages travel beside its products where that can be; returns what to tell of it."""
+    mesh = here.submesh("tp")
+    if mesh is None or here.device.type != "cuda":
+        return []
+    ranks, backend = here.layout.tp, dist.get_backend(mesh.get_group())
+    reason = cannot_hide(plan, backend, compiled, ranks, here.world.local_size)
+    if reason is None and not hide(mesh, here.device):
+        reason = "the GPUs do not reach each other's memory"
+    if reason is None:
+        return ["tp: messages travel in pieces beside the matrix products that need them"]
+    return [f"tp: every layer waits for its messages: {reason}"]
 
 
 def cannot_hide(plan: tp.Plan, backend: str, compiled: bool, ranks: int, ranks_of_node: int) -> str | None:

@@ -28,8 +28,8 @@ from meshrun.experiment import Experiment, Loss
 from meshrun.layout import Layout
 from meshrun.mesh import Here
 from meshrun.parallel import fsdp
-from meshrun.parallel.build import How
 from meshrun.parallel.choose import Choosing
+from meshrun.parallel.how import How
 from meshrun.parallel.masters import local
 from meshrun.parallel.meshed import Meshed
 from meshrun.parallel.placed import Asked, Outcome, Piece, Placed, Score, Shard, norms

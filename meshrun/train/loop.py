@@ -37,7 +37,9 @@ from meshrun.errors import RunFailed
 from meshrun.experiment import Experiment, MapDataset
 from meshrun.layout import Layout
 from meshrun.mesh import Here, start
-from meshrun.parallel.build import How, build, demands_of, refuse_how
+from meshrun.parallel.build import build
+from meshrun.parallel.demands import demands_of
+from meshrun.parallel.how import How, refuse_how
 from meshrun.state.weights import save_weights
 from meshrun.train import graphs
 from meshrun.train.bad_samples import BadSamples

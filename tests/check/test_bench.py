@@ -34,7 +34,7 @@ from meshrun.cli.bench import _document, _task, bench_command
 from meshrun.config import RunConfig
 from meshrun.errors import UserError
 from meshrun.layout import parse
-from meshrun.parallel.build import How
+from meshrun.parallel.how import How
 from meshrun.recipes import llama
 from meshrun.train import loop
 from meshrun.train.loop import Trainer

@@ -18,7 +18,7 @@ from meshrun.check.causes import likely_cause
 from meshrun.check.probe import LARGEST, WEIGHTS, Found, Probing, probe
 from meshrun.check.verify import Allowed, Measured, Verdict, allow, judge, measure, weight_differences
 from meshrun.layout import parse
-from meshrun.parallel.build import How
+from meshrun.parallel.how import How
 from tests import warm
 from tests.launch.command import MODULE, Ended
 from tests.ranks import run_on_ranks

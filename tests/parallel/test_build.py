@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from meshrun import Experiment, Here, Loss, UserError, mesh
-from meshrun.parallel import build as build_module
-from meshrun.parallel.build import How, build
+from meshrun.parallel import values
+from meshrun.parallel.build import build
+from meshrun.parallel.how import How
 from meshrun.parallel.placed import Placed, call
 
 
@@ -123,8 +124,8 @@ class Mixed(nn.Module):
 @pytest.fixture
 def as_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
     """On a GPU a model is laid out first and filled then; here the host is laid out for."""
-    made = build_module._made
-    monkeypatch.setattr(build_module, "_made", lambda experiment, _: made(experiment, torch.device("cuda")))
+    made = values.made
+    monkeypatch.setattr(values, "made", lambda experiment, _: made(experiment, torch.device("cuda")))
     yield start_on_cpu(1)
     mesh.finish()
     mesh.use(mesh.Meeting())

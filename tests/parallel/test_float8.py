@@ -25,7 +25,8 @@ from meshrun.check.probe import Probing, probe
 from meshrun.kernels.turned import FORMAT
 from meshrun.layout import parse
 from meshrun.parallel import float8, float8_product
-from meshrun.parallel.build import How, build
+from meshrun.parallel.build import build
+from meshrun.parallel.how import How
 from meshrun.recipes import llama
 from meshrun.recipes.llama import PLAN, Llama, Shape, segments
 from meshrun.train.loop import Trainer

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from meshrun import Here, mesh
 from meshrun.layout import parse
-from meshrun.parallel.build import How, build
+from meshrun.parallel.build import build
+from meshrun.parallel.how import How
 from meshrun.parallel.placed import Placed
 from meshrun.train.loop import Trainer
 from tests.programs import encoder, small_llama

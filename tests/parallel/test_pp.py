@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from meshrun import Experiment, Loss, UserError
 from meshrun.layout import parse
 from meshrun.parallel import pp
-from meshrun.parallel.build import Demands, demands_of
+from meshrun.parallel.demands import Demands, demands_of
 from meshrun.parallel.placed import call
 from tests.programs import bert, encoder, gpt2, hf_llama, small_llama, t5
 

@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from meshrun import Experiment, UserError, mesh
 from meshrun.layout import parse
 from meshrun.parallel import tp, tp_hidden
-from meshrun.parallel.build import How, build, demands_of
+from meshrun.parallel.build import build
+from meshrun.parallel.demands import demands_of
+from meshrun.parallel.how import How
 from meshrun.recipes.llama import PLAN
 from tests.programs import encoder, gpt2, hf_llama, small_llama
 

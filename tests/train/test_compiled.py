@@ -18,7 +18,7 @@ from torch._dynamo.utils import counters
 
 from meshrun import Here, mesh
 from meshrun.parallel import compiled
-from meshrun.parallel.build import How
+from meshrun.parallel.how import How
 from meshrun.train.loop import Trainer
 from tests.train.small import small
 from tests.train.whole import Result, assert_same, by_one_process, program, trained
@@ -158,7 +158,7 @@ STARTED = """
 import json
 from torch._dynamo.utils import counters
 from meshrun import mesh
-from meshrun.parallel.build import How
+from meshrun.parallel.how import How
 from meshrun.train.loop import Trainer
 from tests.train.small import small
 from tests.train.test_compiled import blocks

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import TensorDataset
 
 from meshrun import Here, Schedule, accuracy
-from meshrun.parallel.build import How
+from meshrun.parallel.how import How
 from meshrun.train import graphs
 from meshrun.train.bad_steps import Policy
 from meshrun.train.graphs import alike, objection

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from meshrun import Here, Schedule, accuracy
-from meshrun.parallel.build import How
+from meshrun.parallel.how import How
 from meshrun.recipes import images
 from meshrun.train import graphs
 from meshrun.train.interval import parse as parse_interval

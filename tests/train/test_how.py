@@ -11,7 +11,7 @@ from torch._C._distributed_c10d import _get_work_registry_size as unwaited
 
 from meshrun import Here, UserError, mesh
 from meshrun.layout import parse
-from meshrun.parallel.build import How
+from meshrun.parallel.how import How
 from meshrun.train.loop import Trainer
 from tests.train.small import plainly, points, small, start_on_cpu
 from tests.train.whole import Result, assert_same, by_one_process, program, trained

@@ -16,8 +16,8 @@ from torch.optim import SGD, AdamW
 from meshrun import Experiment, Loss, UserError, mesh
 from meshrun.layout import parse
 from meshrun.parallel import choose
-from meshrun.parallel.build import How
 from meshrun.parallel.choose import Ways
+from meshrun.parallel.how import How
 from meshrun.parallel.recompute import Recomputing
 from meshrun.train.bad_steps import Policy
 from meshrun.train.in_backward import refuse_in_backward

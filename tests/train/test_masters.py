@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 from meshrun import Experiment, Here, Loss, mesh
 from meshrun.data.loader import Loader
 from meshrun.layout import parse
-from meshrun.parallel.build import How
+from meshrun.parallel.how import How
 from meshrun.parallel.masters import shorten
 from meshrun.state import catalog
 from meshrun.state.checkpoint import Checkpoint

@@ -12,7 +12,7 @@ from torch.optim import AdamW
 
 from meshrun import Here
 from meshrun.kernels.eightbit import Eight
-from meshrun.parallel.build import How
+from meshrun.parallel.how import How
 from meshrun.train.loop import Trainer
 from tests.train.small import small
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from meshrun import Experiment, mesh
-from meshrun.parallel.build import How
+from meshrun.parallel.how import How
 from meshrun.train.loop import Trainer
 from tests.programs import bert, encoder, gpt2, hf_llama, small_llama, t5
 from tests.train.small import start_on_cpu

@@ -1,0 +1,47 @@
+"""What is left to us of how a step is computed, decided for one model on one mesh.
+
+    found = ways(experiment, here, how, model)           # before axes are applied
+    placed.chosen = chosen(found, cudnn=True)            # for the run's record: what was decided, and why
+
+What one part alone decides is in that part: `compiled.py` whether code is compiled, `choose.py` what is computed twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from meshrun.experiment import Experiment
+from meshrun.mesh import Here
+from meshrun.parallel import choose, compiled
+from meshrun.parallel.choose import Ways
+from meshrun.parallel.how import How
+
+
+def ways(experiment: Experiment, here: Here, how: How, model: nn.Module) -> Ways:
+    """How this model's segments compute here."""
+    parameters = sum(each.numel() for each in model.parameters())
+    steps = compiled.steps_of(experiment)
+    choice = compiled.chosen(how.compile, here.layout, here.device, parameters, steps)
+    if how.compile is None and choice.compile:
+        choice = compiled.if_much(choice, parameters, steps * experiment.batch)
+    found = choose.ways(choice, how.recompute, here.device, model)
+    if found.channels_last and experiment.precision == "fp32":
+        # Convolutions that round nothing have their kernels for channels that come first.
+        torch.backends.cudnn.benchmark = True
+        return replace(found, channels_last=False)
+    return found
+
+
+def chosen(found: Ways, cudnn: bool) -> dict[str, Any]:
+    """What the run's record says of it."""
+    return {
+        "compile": found.compile.compile,
+        "compile_why": found.compile.why,
+        "recompute": "auto" if found.auto and found.twice is not None else found.twice.level if found.twice else "none",
+        "channels_last": found.channels_last,
+        "attention": "cudnn" if cudnn else "torch",
+    }
