@@ -31,7 +31,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from meshrun.parallel.placed import Piece, Placed, norms
 from meshrun.train.branches import on_streams
-from meshrun.train.state import Drawn, draw_on
+from meshrun.train.drawn import Drawn, draw_on
 
 Compute = Callable[[int, list[Piece], int], Any]
 """(step, pieces, samples) -> numbers, as tensors in any structure; gradients are left in `.grad`."""

@@ -25,9 +25,10 @@ from meshrun.errors import RunFailed
 from meshrun.launch.words import word_of_the_launcher, writing
 from meshrun.state.neighbour import Neighbour
 from meshrun.state.saver import Saver
+from meshrun.train.drawn import Drawn
 from meshrun.train.interval import failures_apart
 from meshrun.train.recovery import Keeping, Recovery
-from meshrun.train.state import Drawn, Moment, moment, passing, regions, values, weights
+from meshrun.train.state import Moment, moment, passing, regions, values, weights
 
 if TYPE_CHECKING:
     from meshrun.train.loop import Trainer

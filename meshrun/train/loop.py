@@ -44,13 +44,14 @@ from meshrun.state.weights import save_weights
 from meshrun.train import graphs
 from meshrun.train.bad_samples import BadSamples
 from meshrun.train.bad_steps import Policy, Verdict
+from meshrun.train.copies import Copier
 from meshrun.train.data_wait import Tally
 from meshrun.train.evaluate import Scores, at_once, evaluate, fitting_on
 from meshrun.train.in_backward import refuse_in_backward
 from meshrun.train.keeper import Keeper
 from meshrun.train.optim import make, refuse_unless_by_element, set_learning_rate
 from meshrun.train.recovery import Keeping
-from meshrun.train.state import Copier, plain
+from meshrun.train.state import plain
 from meshrun.train.states import in_eight_bits
 from meshrun.train.step import Inspect, Stepper
 from meshrun.train.totals import Totals, Update

@@ -20,7 +20,7 @@ from meshrun.state import catalog, exchange
 from meshrun.state.checkpoint import BadCheckpoint, Checkpoint
 from meshrun.state.manifest import Index
 from meshrun.train.interval import Every
-from meshrun.train.state import check, refuse_other, restore, restore_model, wanted
+from meshrun.train.restore import check, refuse_other, restore, restore_model, wanted
 
 if TYPE_CHECKING:
     from meshrun.train.loop import Trainer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meshrun.train.state import Copier
+from meshrun.train.copies import Copier
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:

@@ -1,0 +1,88 @@
+"""Where the generators of random numbers stand that a program may draw from, and the way back there.
+
+    before = Drawn.now(here.device)
+    ...
+    before.same(Drawn.now(here.device))      # whether nothing was drawn in between
+    draw_on(before.tensors(), here.device)   # the same numbers again
+
+It is asked after every step, so what is slow about it is done once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_last_of_numpy: tuple[bytes, tuple[Any, ...]] = b"", ()
+
+
+def _of_numpy() -> tuple[Any, ...]:
+    """Where numpy's generator stands; what numpy makes of that is kept as long as its words are the same."""
+    global _last_of_numpy
+    words, (before, state) = b"", _last_of_numpy
+    bits = np.random.mtrand._rand._bit_generator
+    if isinstance(bits, np.random.MT19937):
+        words = ctypes.string_at(bits.ctypes.state_address, 625 * 4)
+    # Of two normal numbers, which are drawn together, the second one comes without a change of these words.
+    if not words or words != before or state[3]:
+        state = np.random.get_state(legacy=True)  # type: ignore[assignment]
+        _last_of_numpy = words, state
+    return state
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Where the generators stand that a program may draw from: torch's, Python's, numpy's and the GPU's."""
+
+    generator: Tensor
+    """torch's own."""
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
+    cuda: Tensor | None
+
+    @classmethod
+    def now(cls, device: torch.device) -> Drawn:
+        cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        return cls(torch.get_rng_state(), random.getstate(), _of_numpy(), cuda)
+
+    def same(self, other: Drawn) -> bool:
+        """Whether nothing was drawn between the two."""
+        return (
+            torch.equal(self.generator, other.generator)
+            and self.python == other.python
+            and self.numpy[2:4] == other.numpy[2:4]  # the second half of a pair is drawn without moving on
+            and np.array_equal(self.numpy[1], other.numpy[1])
+            and (self.cuda is None or other.cuda is None or torch.equal(self.cuda, other.cuda))
+        )
+
+    def tensors(self) -> dict[str, Tensor]:
+        _, words, gauss = self.python
+        _, numbers, position, has_gauss, cached = self.numpy
+        found = {
+            "torch": self.generator,
+            "python": torch.tensor(words, dtype=torch.int64),
+            "python_gauss": torch.tensor(math.nan if gauss is None else gauss, dtype=torch.float64),
+            "numpy": torch.from_numpy(np.append(numbers.astype(np.int64), [position, has_gauss])),
+            "numpy_gauss": torch.tensor(cached, dtype=torch.float64),
+        }
+        return found if self.cuda is None else {**found, "cuda": self.cuda}
+
+
+def draw_on(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Let all generators go on from where these say."""
+    torch.set_rng_state(states["torch"])
+    gauss = states["python_gauss"].item()
+    random.setstate((3, tuple(states["python"].tolist()), None if math.isnan(gauss) else gauss))
+    *numbers, position, has_gauss = states["numpy"].tolist()
+    words = np.array(numbers, dtype=np.uint32)
+    np.random.set_state(("MT19937", words, position, has_gauss, states["numpy_gauss"].item()))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)
