@@ -41,9 +41,11 @@ from common import print_table
 from h200_sides import EXPERIMENTS, PACKAGES, SIDES, device_of, imports_of
 
 from meshrun.check.bench_count import count
+from meshrun.check.bench_process import Process
 from meshrun.check.bench_rank import tokens_of
 from meshrun.check.bench_roofline import measured
-from meshrun.check.bench_turns import Entry, Process, Taken, ratios, take_turns
+from meshrun.check.bench_side import Entry, Taken
+from meshrun.check.bench_turns import ratios, take_turns
 from meshrun.config import write_json
 
 HERE = Path(__file__).parent

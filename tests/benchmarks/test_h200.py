@@ -12,7 +12,7 @@ import h200
 import pytest
 from h200_sides import SIDES, imports_of
 
-from meshrun.check.bench_turns import Built, Entry, Taken, Turn
+from meshrun.check.bench_side import Built, Entry, Taken, Turn
 
 
 def taken(name: str, seconds: float) -> Taken:

@@ -23,14 +23,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshrun import Experiment, cross_entropy, mesh
-from meshrun.check import bench_turns
+from meshrun.check import bench_process
 from meshrun.check.bench_count import Counts, count
 from meshrun.check.bench_peers import MESHRUN, PEERS
 from meshrun.check.bench_rank import fitted, measured, resolved, tokens_of
 from meshrun.check.bench_roofline import Device, sentence, shares_of, unsteady
+from meshrun.check.bench_side import Built, Entry, Taken, Turn
 from meshrun.check.bench_task import OwnLoop, Task
-from meshrun.check.bench_turns import Built, Entry, Taken, Turn, in_order, ratios, take_turns, to_be_let_go
-from meshrun.cli.bench import _document, _task, bench_command
+from meshrun.check.bench_turns import in_order, ratios, take_turns, to_be_let_go
+from meshrun.cli.bench import bench_command
+from meshrun.cli.bench_sides import task_of
+from meshrun.cli.bench_table import document_of
 from meshrun.config import RunConfig
 from meshrun.errors import UserError
 from meshrun.layout import parse
@@ -161,7 +164,7 @@ def refusing() -> Iterator[float]:
 def test_what_the_user_gave_ends_all_before_any_round_where_nothing_can_be_compared_without():
     said: list[str] = []
     entries = [Entry("meshrun", refusing, samples=4, needed=True), Entry("bare", refusing, samples=4)]
-    with pytest.raises(bench_turns.Refused) as caught:
+    with pytest.raises(bench_process.Refused) as caught:
         take_turns(entries, rounds=2, steps=2, device=CPU, say=said.append)
     assert str(caught.value) == "the optimizer is SGD (--states fp32)"
     assert not said
@@ -191,7 +194,7 @@ def taken(name: str, losses: list[float], seconds: float = 1.0) -> Taken:
 
 
 def test_a_side_with_other_losses_is_void():
-    from meshrun.cli.bench import About
+    from meshrun.cli.bench_sides import About
 
     counts = Counts(8e9, 0.0, 1e6, 1e6, 10, 1000)
     about = About(8, 0.0, "fp32", False, counts, "", Device("a", 1e12, None, 1e11, 1e-6))
@@ -201,7 +204,7 @@ def test_a_side_with_other_losses_is_void():
         "bare": taken("bare", [2.0, 1.9, 1.8001], 2.0),
         "fabric": taken("fabric", [2.0, 1.9, 1.7]),
     }
-    document = _document(about, sides, {"deepspeed": "deepspeed is not installed"})
+    document = document_of(about, sides, {"deepspeed": "deepspeed is not installed"})
     assert document["ratios"] == {"vs_bare": 2.0, "vs_fabric": None}
     rows = {row["side"]: row for row in document["rows"]}
     assert rows["bare"]["losses_agree"] and not rows["fabric"]["losses_agree"]
@@ -212,11 +215,11 @@ def test_a_side_with_other_losses_is_void():
 
 
 def test_a_side_that_failed_says_why_in_its_row():
-    from meshrun.cli.bench import About
+    from meshrun.cli.bench_sides import About
 
     about = About(8, 0.0, "fp32", False, None, "it looks at numbers", Device("a", 1e12, None, 1e11, 1e-6))
     failed = Taken(Entry("bare", functools.partial(counting, 0.0), samples=8), error="ValueError: it broke")
-    row = _document(about, {"meshrun": taken("meshrun", [2.0]), "bare": failed}, {})["rows"][1]
+    row = document_of(about, {"meshrun": taken("meshrun", [2.0]), "bare": failed}, {})["rows"][1]
     assert (row["note"], row["samples_per_s"], row["ratio"]) == ("ValueError: it broke", None, None)
 
 
@@ -406,24 +409,24 @@ def test_sides_have_the_readers_that_a_run_would_have(
     monkeypatch.setattr(loop, "granted", lambda: frozenset(range(9)))
     monkeypatch.setattr(loop, "quota", lambda: cores)  # a container may show more than it lets run
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    task = _task(RunConfig(target=str(tmp_path / "program.py"), options={"kept": kept}), CPU)
+    task = task_of(RunConfig(target=str(tmp_path / "program.py"), options={"kept": kept}), CPU)
     assert task.workers == readers == Trainer(task.experiment, mesh.start(), how=task.how).reading.workers
 
 
 def test_peers_that_are_not_there_are_told(monkeypatch: pytest.MonkeyPatch):
-    from meshrun.cli.bench import _peers_of
+    from meshrun.cli.bench_sides import peers_of
 
     there = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "accelerate" else there("os"))
-    names, left_out = _peers_of(None, CPU)
+    names, left_out = peers_of(None, CPU)
     assert "accelerate" not in names and left_out["accelerate"] == "accelerate is not installed"
     assert "trains only its own models" in left_out["torchtitan"] and "on a CPU" in left_out["bare-compiled"]
     with pytest.raises(UserError, match="cannot compare with accelerate: accelerate is not installed"):
-        _peers_of("accelerate", CPU)
+        peers_of("accelerate", CPU)
 
 
 def test_no_process_is_left_behind():
-    with bench_turns.Process(CPU) as process:
+    with bench_process.Process(CPU) as process:
         pid = process.ask(os.getpid)
         assert pid != os.getpid()
     with pytest.raises(ProcessLookupError):
@@ -432,10 +435,10 @@ def test_no_process_is_left_behind():
 
 KILLED = """
 import os, time, torch
-from meshrun.check import bench_turns
+from meshrun.check import bench_process
 
 if __name__ == "__main__":
-    with bench_turns.Process(torch.device("cpu")) as process:
+    with bench_process.Process(torch.device("cpu")) as process:
         print(process.ask(os.getpid), flush=True)
         process.ask(time.sleep, 300)
 """
