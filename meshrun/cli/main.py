@@ -314,6 +314,7 @@ def _trained(asked: Asked, result: dict[str, Any] | None) -> int:
 
 
 def _summary(result: dict[str, Any]) -> None:
+    from meshrun.observe.chosen import in_a_line
     from meshrun.observe.story import of_scores, stopped_in_time
 
     if stopped := result.get("stopped"):
@@ -324,6 +325,8 @@ def _summary(result: dict[str, Any]) -> None:
     rate = result["samples_per_s"]
     speed = f", {rate:,.0f} samples/s" if rate else ""
     print(f"{result['steps']:,} steps in {result['seconds']:.1f} s on {result['layout']}{speed}")
+    if how := in_a_line(result.get("chosen", {})):
+        print(f"each step: {how}")
     print(f"report: {result['run']}/report.html")
 
 

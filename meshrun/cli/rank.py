@@ -309,8 +309,9 @@ def _train(
     parameters = sum(here.gathered(sum(each.parameter.numel() / each.copies for each in trainer.placed.shards)))
     if here.rank == 0:
         resolved = {**_resolved(trainer), "parameters": round(parameters)}
-        run.save_config(config, resolved)
-        _hear_choice(trainer, recorder, partial(run.save_config, config, resolved))
+        save = partial(run.save_config, config, resolved)
+        save()
+        _hear_choice(trainer, recorder, save)
         recorder.board = Board.open(run.path / "tensorboard") if config.tensorboard else None
     _tell_start(recorder, run, target, trainer)
     notes = [*([note] if note else []), *not_copied(config, experiment.train)]
@@ -328,6 +329,9 @@ def _train(
         **_trained(trainer, ending, restarted),
     }
     result["seconds"] = time.monotonic() - began
+    result["chosen"] = {"precision": experiment.precision, **trainer.placed.chosen}
+    if here.rank == 0:
+        save()  # some of it is only known when steps were done
     result |= waited_for_data(trainer, config.cache != "none")
     if here.rank == 0 and (bad := read_bad(run.path / "bad-samples")) is not None:
         result["bad_samples"] = bad

@@ -20,6 +20,7 @@ from typing import Any
 from meshrun.config import write_whole
 from meshrun.errors import UserError
 from meshrun.observe import drawing
+from meshrun.observe.chosen import decisions
 from meshrun.observe.drawing import Curve, Marks, curve, drawable, short, smooth, window
 from meshrun.observe.history import Failure, History, Rank, Track, cut, number, read, table, whole
 
@@ -59,6 +60,7 @@ th { color: var(--muted); font-weight: 500; }
 @media (max-width: 40rem) { th, td { padding-right: 1rem; } table { font-size: .8125rem; } }
 .number { text-align: right; }
 .tag { color: var(--accent); font-weight: 500; }
+.why { color: var(--muted); white-space: normal; overflow-wrap: anywhere; }
 .config td { white-space: normal; overflow-wrap: anywhere; font-size: .8125rem;
   font-family: ui-monospace, "SF Mono", Menlo, Consolas, monospace; }
 .failure { margin-top: 1.5rem; padding: 1rem 1.25rem; background: var(--tint); border-left: 3px solid var(--bad);
@@ -92,8 +94,8 @@ def write_report(run: Path) -> Path:
 
 def _page(history: History) -> str:
     failures, rest = _failure_parts(history.failures), [_figures(history), _curves(history), _evaluations(history)]
-    rest += [_after(history), _rank_table(history.ranks), _notes(history.ranks), _configuration(history.config)]
-    parts = [failures, *rest]
+    rest += [_after(history), _how(history), _rank_table(history.ranks), _notes(history.ranks)]
+    parts = [failures, *rest, _configuration(history.config)]
     # A number and its unit stay on one line.
     headline = re.sub(r"(?<=\d) (?=(?:s|min|h|%)(?: |$))", "&nbsp;", escape(_headline(history)))
     return (
@@ -331,6 +333,21 @@ def _after(history: History) -> str:
         return ""
     text = f"<pre>{escape(printed.rstrip())}</pre>" if printed.strip() else ""
     return _section("After the training", text + "".join(drawn))
+
+
+def _how(history: History) -> str:
+    """What was decided about how a step is computed, by the user or by us, and why."""
+    resolved = history.config.get("resolved")
+    resolved = resolved if isinstance(resolved, dict) else {}
+    found = resolved.get("chosen") or history.start.get("chosen")
+    if not isinstance(found, dict):
+        return ""
+    body = "".join(
+        f'<tr><th scope="row">{escape(cut(row.name, 80))}</th><td>{escape(cut(row.value, 80))}</td>'
+        f'<td class="why">{escape(cut(row.why, 300))}</td></tr>'
+        for row in decisions({"precision": resolved.get("precision"), **found})
+    )
+    return _section("How a step was computed", f'<div class="wide"><table><tbody>{body}</tbody></table></div>')
 
 
 def _rank_table(ranks: list[Rank]) -> str:

@@ -183,9 +183,11 @@ class Trainer:
             self.order.steps_per_epoch,
             graphs.recorder_on(device) if why is None else None,
             how.graphs,
-            lambda text: self.tell("note", text=text),
+            self._without_graphs,
             how.update_in_backward,
         )
+        graphed = {"graphs": "auto"} if why is None else {"graphs": False, "graphs_why": why}
+        self.placed.chosen.update({**self._update.chosen(), **graphed})
 
     def resume(self) -> dict[str, Any] | None:
         """Go on from the newest state that is whole; returns from where, or None for a run that begins."""
@@ -297,6 +299,8 @@ class Trainer:
         if not self.experiment.evals:
             self.placed.agree_on_buffers()
         self._keep("last", {"step": self.step})
+        if self.placed.chosen["graphs"] == "auto":
+            self.placed.chosen |= {"graphs": False, "graphs_why": "no step was short enough, or none could be recorded"}
         if self.keeper is not None:
             self.keeper.finish()
         return self.totals.result()
@@ -319,6 +323,11 @@ class Trainer:
                 ready.record()
         self.totals.ids.add(data.ids)
         return Update(data.step, len(data.ids), rate, data.waited, own, values, ready, effort=data.effort)
+
+    def _without_graphs(self, text: str) -> None:
+        """Steps are computed as always from now on, and `text` says why."""
+        self.placed.chosen |= {"graphs": False, "graphs_why": text}
+        self.tell("note", text=text)
 
     def _accept(self, values: list[float]) -> bool:
         """Whether an update goes into the weights: not where it would be skipped, or undone at once."""

@@ -27,6 +27,7 @@ from meshrun.data.feed import to_device
 from meshrun.data.loader import StepData
 from meshrun.errors import UserError
 from meshrun.experiment import Loss
+from meshrun.kernels.here import available
 from meshrun.mesh import Here
 from meshrun.parallel.placed import Asked, Outcome, Piece, Placed, nobody
 from meshrun.train.graphs import Graphed, Recorder
@@ -107,11 +108,25 @@ class Stepper:
     @cached_property
     def update(self) -> Update:
         """What changes the weights."""
+        return self._fitting()
+
+    def _fitting(self) -> Update:
         # Who wants to see gradients before they are used wants them where they belong, and scaled.
         if isinstance(self.optimizer.state, Kept):
             return EightBit(self.optimizer, self.placed, collects=self.inspect is not None)
         choose = fastest if self.inspect is None else Plain.of
         return choose(self.optimizer, self.placed)
+
+    def chosen(self) -> dict[str, Any]:
+        """How the weights change, for the record of what was decided."""
+        plain = isinstance(self._fitting(), Plain)
+        by_kernel = not plain and all(available(each.parameter.device) for each in self.placed.shards)
+        fused = plain and all(group.get("fused") for group in self.optimizer.param_groups)
+        return {
+            "update": "one-pass" if by_kernel else "fused" if fused else "torch",
+            "states": "8bit" if isinstance(self.optimizer.state, Kept) else "fp32",
+            "update_in_backward": self.in_backward,
+        }
 
     def weigh(self, outcome: Outcome, samples: int) -> tuple[list[float] | Tensor, float | Tensor]:
         """`Update.values`, and what the gradients are to be multiplied by; on a GPU as tensors that nobody looks at."""
@@ -137,7 +152,9 @@ class Stepper:
         if isinstance(values, Tensor) or self.accept(values):
             with self.updating():
                 self.update(factor)
-        if self.recorder is None or not self.graphed.keeps_gradients:
+        if self.recorder is not None and self.graphed.keeps_gradients:
+            self.placed.chosen["graphs"] = True  # not known before a step was replayed
+        else:
             self.update.forget()
         return values
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from meshrun.cli import rank
+from meshrun.cli import main, rank
 from meshrun.cli.rank import _last_lines
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import StoppedByHand
@@ -48,6 +50,33 @@ def test_samples_that_were_left_out_and_time_that_was_waited_are_told_at_the_end
     assert " % of the time waited for data, on rank " in waited and waited.endswith(" at once (--workers 2)")
     report = (run / "report.html").read_text()
     assert "2 samples skipped" in report and "of the time on rank" in report and "waited for data, on rank" in report
+
+
+ADAMW = """
+import torch
+from meshrun import Experiment, mean_squared_error
+
+def experiment():
+    data = torch.utils.data.TensorDataset(torch.ones(8, 64), torch.ones(8, 64))
+    model, adamw = (lambda: torch.nn.Linear(64, 64)), (lambda parameters: torch.optim.AdamW(parameters, lr=1e-3))
+    return Experiment(model, data, loss=mean_squared_error, optimizer=adamw, batch=4, steps=2, precision="bf16")
+"""
+
+
+@pytest.mark.ranks(1)
+def test_what_was_decided_about_a_step_is_told_at_the_end(tmp_path: Path):
+    (tmp_path / "program.py").write_text(ADAMW)
+    result, _ = in_process.trained(str(tmp_path / "program.py"), tmp_path, {}, states="8bit")
+    kept = json.loads((Path(result["run"]) / "config.json").read_text())["resolved"]["chosen"]
+    assert result["chosen"] == {"precision": "bf16", **kept}
+    expected = {"compile": False, "states": "8bit", "graphs": False, "graphs_why": "the device is cpu"}
+    assert {name: kept[name] for name in expected} == expected
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        main._summary(result)
+    assert "\neach step: in bf16, with its optimizer's state in 8 bits\n" in printed.getvalue()
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        main._summary({**result, "chosen": {"precision": "fp32", "compile": False, "recompute": "none"}})
+    assert "each step" not in printed.getvalue()
 
 
 @pytest.mark.ranks(1)

@@ -291,6 +291,29 @@ def test_configuration_shows_what_was_asked_for_beside_what_it_came_to(tmp_path:
     assert cells[cells.index("options.width") + 1] == "256"
 
 
+CHOSEN = {"compile": False, "compile_why": "the device is <cpu>", "recompute": "every-2", "graphs": True, "new_way": 3}
+
+
+def test_what_was_decided_about_a_step_is_shown_with_its_reason(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    assert "How a step was computed" not in page_of(run).seen
+    run.save_config(run.config(), {"precision": "bf16", "chosen": CHOSEN})
+    page = page_of(run)
+    start = page.texts.index(("h2", "How a step was computed"))
+    words = [("Precision", "bf16"), ("Compiled", "no", "the device is <cpu>"), ("Computed twice", "every-2")]
+    words += [("CUDA graphs", "yes"), ("New way", "3")]
+    assert [text for _, text in page.texts[start + 1 :]][:11] == [each for row in words for each in row]
+
+
+def test_what_was_decided_is_known_from_the_start_of_a_run_that_failed(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_event(run, 0, "start", rank=0, chosen={"compile": "tried", "compile_why": "no compiler"})
+    page = page_of(run)
+    assert "where it could be" in page.all("td") and "no compiler" in page.all("td")
+    write_event(run, 0, "start", rank=0, chosen="odd")
+    assert "How a step was computed" not in page_of(run).seen
+
+
 def test_page_of_a_long_run_on_many_ranks_stays_small(tmp_path: Path) -> None:
     run = make_run(tmp_path, world=200)
     with run.events_of(0).open("a") as file:

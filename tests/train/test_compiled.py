@@ -107,6 +107,11 @@ def test_what_was_chosen_is_known(alone: Here):
         "recompute": "none",
         "channels_last": False,
         "attention": "torch",
+        "update": "fused",
+        "states": "fp32",
+        "update_in_backward": False,
+        "graphs": False,
+        "graphs_why": "nobody wants it",
     }
     assert trainer.placed.notes == []
 

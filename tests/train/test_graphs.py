@@ -205,6 +205,7 @@ def test_a_recording_with_other_numbers_is_not_used(alone: Here, closure: Closur
     assert difference(trained(trainer), trained(eager(experiment, alone))) < 1e-6
     assert closure.replays == 1
     assert notes == [graphs.refused("a recorded step gives other numbers than the step itself")]
+    assert (trainer.placed.chosen["graphs"], trainer.placed.chosen["graphs_why"]) == (False, notes[0])
 
 
 def test_a_recording_that_goes_wrong_later_is_found_out(alone: Here, closure: Closure, monkeypatch: pytest.MonkeyPatch):
@@ -272,8 +273,10 @@ def test_long_steps_are_not_recorded_unless_that_is_asked_for(
     monkeypatch.setattr(graphs, "LONG", 0.0)
     for wanted, replays in ((None, 0), (True, 57)):
         trainer, notes = replaying(closure, small(21, 7, steps=60), alone, how=How(graphs=wanted))
-        trained(trainer)
+        assert trainer.placed.chosen["graphs"] == "auto"  # nobody knows how long a step takes
+        trainer.train()
         assert closure.replays == replays and notes == []
+        assert trainer.placed.chosen["graphs"] is (replays > 0)
 
 
 def test_batches_that_are_all_different_are_not_recorded(alone: Here, closure: Closure):
