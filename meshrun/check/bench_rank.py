@@ -26,7 +26,8 @@ from meshrun.layout import Layout, nearest
 from meshrun.parallel.demands import demands_of
 from meshrun.parallel.how import How
 from meshrun.train.bad_steps import Policy, Verdict
-from meshrun.train.loop import Trainer, refuse
+from meshrun.train.loop import Trainer
+from meshrun.train.refusals import refuse
 
 WARM_UP = 3
 """Steps before those that are timed: the first compiles, the second makes the optimizer's state."""

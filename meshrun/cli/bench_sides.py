@@ -127,7 +127,7 @@ def task_of(config: RunConfig, device: torch.device) -> Task:
 
     from meshrun.check.bench_task import Task
     from meshrun.cli.rank import how_of, override
-    from meshrun.train.loop import readers_for
+    from meshrun.train.reading import readers_for
     from meshrun.world import detect
     from meshrun.world.environment import inherited
 

@@ -2,6 +2,7 @@
 
     policy = Policy(on_nan="skip", on_spike="rollback")
     policy.judge(loss, norm, history)        # None, or Verdict("skip", "the loss is nan")
+    where_from(update, here, skips_bad)      # the sentence that a run ends with: on which rank, with which samples
 
 A jump is measured against the last losses: so many times their spread above their median. Both are robust, so that one
 jump does not hide the next. All ranks judge the same numbers, so they come to the same verdict.
@@ -13,6 +14,9 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from meshrun.mesh import Here
+from meshrun.train.totals import Update
 
 WINDOW = 64
 ENOUGH = 16
@@ -59,3 +63,26 @@ class Policy:
         if loss <= limit:
             return None
         return Verdict(self.on_spike, f"the loss jumps to {loss:.4g} from a median of {median:.4g} (--spike)")
+
+
+def where_from(update: Update, here: Here, skips_bad: bool) -> str:
+    """Say where a loss that is not a number came from: all ranks ask each other, as all have seen it."""
+    own = update.pieces if not math.isfinite(update.own_total) else []
+    found = [(rank, pieces) for rank, pieces in enumerate(here.gathered(own)) if pieces]
+    step = update.step + 1
+    if math.isfinite(update.loss):
+        return (
+            f"the gradient norm is {update.grad_norm} at step {step} while the loss is {update.loss:.6g}; "
+            f"a smaller learning rate may help"
+        )
+    if not found and skips_bad:
+        return (
+            f"loss is {update.loss} at step {step}: nothing in it counts, as where no sample of it can be read; "
+            f"--on-nan skip goes on without such a step"
+        )
+    if not found:
+        return f"loss is {update.loss} at step {step}: the counts of all ranks add up to 0"
+    rank, pieces = found[0]
+    ids = [str(number) for piece in pieces for number in piece]
+    named = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
+    return f"loss is {update.loss} at step {step}, on rank {rank}, with the training samples {named}"

@@ -22,43 +22,40 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import closing, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils.data import TensorDataset
 
 from meshrun.data.feed import fed, on
-from meshrun.data.loader import Loader, Reading, StepData, readers_of_a_rank
-from meshrun.data.order import Cut, Order
+from meshrun.data.loader import Loader, StepData
+from meshrun.data.order import Order
 from meshrun.errors import RunFailed
-from meshrun.experiment import Experiment, MapDataset
-from meshrun.layout import Layout
+from meshrun.experiment import Experiment
 from meshrun.mesh import Here, start
 from meshrun.parallel.build import build
-from meshrun.parallel.demands import demands_of
-from meshrun.parallel.how import How, refuse_how
-from meshrun.state.weights import save_weights
+from meshrun.parallel.how import How
+from meshrun.parallel.placed import Placed
 from meshrun.train import graphs
 from meshrun.train.bad_samples import BadSamples
-from meshrun.train.bad_steps import Policy, Verdict
+from meshrun.train.bad_steps import Policy, Verdict, where_from
 from meshrun.train.copies import Copier
 from meshrun.train.data_wait import Tally
 from meshrun.train.evaluate import Scores, at_once, evaluate, fitting_on
 from meshrun.train.in_backward import refuse_in_backward
 from meshrun.train.keeper import Keeper
-from meshrun.train.optim import make, refuse_unless_by_element, set_learning_rate
+from meshrun.train.optim import make, set_learning_rate
+from meshrun.train.reading import reading_for
 from meshrun.train.recovery import Keeping
+from meshrun.train.refusals import refuse_settings
 from meshrun.train.state import plain
 from meshrun.train.states import in_eight_bits
 from meshrun.train.step import Inspect, Stepper
 from meshrun.train.totals import Totals, Update
-from meshrun.train.writing import Writing
-from meshrun.world import World
+from meshrun.train.weight_files import WeightFiles
 from meshrun.world.caches import keep_compiled_code
-from meshrun.world.cores import granted, quota
 
 Record = Callable[..., None]
 
@@ -91,6 +88,22 @@ class Stopped(RunFailed):
 class Trainer:
     """An experiment on this rank's place in the mesh."""
 
+    step: int = 0
+    """The cursor: how many updates were done. It is all the state that the data has."""
+    evaluated: int = 0
+    """The last step whose scores are known."""
+    drew: bool = False
+    """Whether the program had drawn random numbers of its own when its state was saved."""
+    ending: Ending | None = None
+    """Set from outside, where somebody may ask this training to stop."""
+    _is_asked: bool = False
+    _back: tuple[int, int] = (0, 0)
+    """The step that was last gone back to, and from where."""
+    _first: float = math.inf
+    """The step that this process began with, once it has."""
+    _fitting: int = 0
+    """Samples of an evaluation that fit into memory at once, when that is known."""
+
     def __init__(
         self,
         experiment: Experiment,
@@ -120,74 +133,52 @@ class Trainer:
         self.order = Order.of(experiment.train, experiment.batch, experiment.seed, experiment.shuffle)
         self.total_steps = experiment.steps or max(1, round((experiment.epochs or 0) * self.order.steps_per_epoch))
         self.eval_every = eval_every or self.order.steps_per_epoch
-        self.weights, self.record, self.life, self.record_ids = weights, record, life, record_ids
-        self.policy = policy or Policy()
-        if experiment.precision == "fp32":
-            # Convolutions on a GPU would round to 10 bits by default, and fp32 is to mean fp32.
-            torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
-        how = how or How()
-        _refuse_settings(experiment, self.here.layout, how)
+        self.record, self.life, self.record_ids = record, life, record_ids
+        self.policy, how = policy or Policy(), how or How()
+        refuse_settings(experiment, self.here.layout, how)
         refuse_in_backward(experiment, self.here.layout, how, inspect is not None, self.policy.looks_first)
-        self.placed = build(experiment, self.here, how)
-        if self.placed.chosen["compile"] and (lost := keep_compiled_code()) is not None:
-            self.placed.notes.append(lost)
-        self.reading = Reading(
-            cut=Cut(experiment.micro, **asdict(self.placed.cutting)),
-            workers=readers_for(experiment.train, self.here.world, self.here.device) if workers is None else workers,
-            prefetch=prefetch,
-            pin=self.here.device.type == "cuda",
-            collate=experiment.collate,
-            seed=experiment.seed,
-            skip_bad=skip_bad,
-        )
-        self._bad = BadSamples(bad, self.here.rank)
+        self.placed = _built(experiment, self.here, how)
         self.model = self.placed.model
         self.optimizer = make(experiment.optimizer, [each.parameter for each in self.placed.shards], lr_scale)
         if how.states == "8bit":
             in_eight_bits(self.optimizer)
-        self.step = 0
-        """The cursor: how many updates were done. It is all the state that the data has."""
-        self.totals = Totals()
-        self.tally = Tally(prefetch + 1)
-        self.evaluated = 0
-        """The last step whose scores are known."""
-        self.ending: Ending | None = None
-        """Set from outside, where somebody may ask this training to stop."""
-        self._is_asked = False
-        self.drew = False
-        """Whether the program had drawn random numbers of its own when its state was saved."""
         self.made_groups = [plain(group) for group in self.optimizer.param_groups]
+        self.reading = reading_for(experiment, self.here, self.placed.cutting, workers, prefetch, skip_bad)
+        self.totals, self.tally, self.copier = Totals(), Tally(prefetch + 1), Copier()
+        self._bad = BadSamples(bad, self.here.rank)
+        self._files = WeightFiles(weights, self.here, self.placed, self.tell, self.at)
         self._unsettled: deque[Update] = deque()
-        self._back = (0, 0)
-        self._first, self._fitting = math.inf, 0
-        self._writing: Writing | None = None
-        self.copier = Copier()
         self.keeper = Keeper(self, keeping) if keeping is not None else None
+        self._update = self._stepper(how, inspect)
+
+    def _stepper(self, how: How, inspect: Inspect | None) -> Stepper:
+        """What does one update; steps are recorded and replayed where nothing speaks against it."""
         device, shown = self.here.device, inspect is not None
         why = graphs.objection(how.graphs, device, self.here.size, self.total_steps, shown, how.update_in_backward)
         if why is not None and how.graphs:
             self.placed.notes.append(graphs.refused(why))
-        self._update = Stepper(
+        stepper = Stepper(
             self.here,
             self.placed,
             self.optimizer,
-            experiment.loss,
-            experiment.clip,
+            self.experiment.loss,
+            self.experiment.clip,
             inspect,
-            self._accept,
-            self.policy.looks_first,
-            self.keeper.updating if self.keeper is not None else nullcontext,
-            self._asked,
-            experiment.augment,
-            experiment.seed,
-            self.order.steps_per_epoch,
-            graphs.recorder_on(device) if why is None else None,
-            how.graphs,
-            self._without_graphs,
-            how.update_in_backward,
+            accept=self._accept,
+            looks_first=self.policy.looks_first,
+            updating=self.keeper.updating if self.keeper is not None else nullcontext,
+            asked=self._asked,
+            augment=self.experiment.augment,
+            seed=self.experiment.seed,
+            steps_per_epoch=self.order.steps_per_epoch,
+            recorder=graphs.recorder_on(device) if why is None else None,
+            graphs=how.graphs,
+            note=self._without_graphs,
+            in_backward=how.update_in_backward,
         )
         graphed = {"graphs": "auto"} if why is None else {"graphs": False, "graphs_why": why}
-        self.placed.chosen.update({**self._update.chosen(), **graphed})
+        self.placed.chosen.update({**stepper.chosen(), **graphed})
+        return stepper
 
     def resume(self) -> dict[str, Any] | None:
         """Go on from the newest state that is whole; returns from where, or None for a run that begins."""
@@ -245,13 +236,9 @@ class Trainer:
         """Look at the numbers of all finished updates but the last ones; if all, also end what is being written."""
         while len(self._unsettled) > but:
             self._settle(self._unsettled.popleft())
-        if self._writing is not None and not but:
-            writing, self._writing = self._writing, None
-            error = writing.finish()
+        if not but and (written := self._files.finish()) is not None:
             # Not before: a state that is saved from here on says that these weights are there.
-            self.totals.best = writing.about
-            if error is not None:
-                self.tell("note", text=f"{_not_written(writing.path, error)}; the training goes on")
+            self.totals.best = written
 
     def try_a_step(self) -> None:
         """Compute the first step once more, for what that settles, and forget its gradients."""
@@ -298,7 +285,7 @@ class Trainer:
                 self._evaluate_and_keep()
         if not self.experiment.evals:
             self.placed.agree_on_buffers()
-        self._keep("last", {"step": self.step})
+        self._files.keep("last", {"step": self.step})
         if self.placed.chosen["graphs"] == "auto":
             self.placed.chosen |= {"graphs": False, "graphs_why": "no step was short enough, or none could be recorded"}
         if self.keeper is not None:
@@ -338,7 +325,9 @@ class Trainer:
         verdict = self.policy.judge(update.loss, update.grad_norm, self.totals.losses)
         if verdict is not None and verdict.action == "stop":
             finite = math.isfinite(update.loss) and math.isfinite(update.grad_norm)
-            raise RunFailed(f"{verdict.why} at step {update.step + 1}" if finite else self._not_finite(update))
+            if finite:
+                raise RunFailed(f"{verdict.why} at step {update.step + 1}")
+            raise RunFailed(where_from(update, self.here, self.reading.skip_bad))
         self._is_asked = self._is_asked or update.asked
         self.totals.add(update)
         self.tally.add(update)
@@ -371,28 +360,6 @@ class Trainer:
         self.totals.skipped = sorted({*self.totals.skipped, *range(reached + 1, step + 1)})
         self.tell("rollback", from_step=step, to_step=reached, why=verdict.why)
 
-    def _not_finite(self, update: Update) -> str:
-        """Say where a loss that is not a number came from: all ranks ask each other, as all have seen it."""
-        own = update.pieces if not math.isfinite(update.own_total) else []
-        found = [(rank, pieces) for rank, pieces in enumerate(self.here.gathered(own)) if pieces]
-        step = update.step + 1
-        if math.isfinite(update.loss):
-            return (
-                f"the gradient norm is {update.grad_norm} at step {step} while the loss is {update.loss:.6g}; "
-                f"a smaller learning rate may help"
-            )
-        if not found and self.reading.skip_bad:
-            return (
-                f"loss is {update.loss} at step {step}: nothing in it counts, as where no sample of it can be read; "
-                f"--on-nan skip goes on without such a step"
-            )
-        if not found:
-            return f"loss is {update.loss} at step {step}: the counts of all ranks add up to 0"
-        rank, pieces = found[0]
-        ids = [str(number) for piece in pieces for number in piece]
-        named = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
-        return f"loss is {update.loss} at step {step}, on rank {rank}, with the training samples {named}"
-
     def _evaluate_and_keep(self) -> None:
         if not self.experiment.evals:
             return
@@ -401,66 +368,21 @@ class Trainer:
         loss = scores[first]["loss"]
         if loss < self.totals.best.get("loss", math.inf):
             best = {"step": self.step, **scores[first]}
-            if self.weights is not None and self._has_time_to_write:
-                path = self.weights / "best.safetensors"
-                self._writing = Writing.begin(dict(self.placed.weights()), path, best)
-            else:
-                self._keep("best", best)
-                # Who goes on from here believes that they are kept, so nobody does before they are.
-                self.here.gathered(None)
+            if self._files.keep_best(best):
                 self.totals.best = best
         if self.keeper is not None:
             self.keeper.remember()
-
-    @property
-    def _has_time_to_write(self) -> bool:
-        """Whether the host is free while the device computes, and nobody else waits for what is written."""
-        return self.here.size == 1 and self.here.device.type == "cuda"
-
-    def _keep(self, name: str, about: dict[str, Any]) -> None:
-        """Write the weights, under the model's own names; ranks that hold parts of them send these to rank 0."""
-        if self.weights is None:
-            return
-        self.at("saving")
-        with self.here.waiting("the weights of all ranks"):
-            whole = dict(self.placed.weights())
-        if self.here.rank == 0:
-            path = self.weights / f"{name}.safetensors"
-            try:
-                save_weights(whole, path, about)
-            except OSError as error:
-                if name == "last":
-                    raise RunFailed(f"{_not_written(path, error)}; make room and `meshrun resume` the run") from error
-                self.tell("note", text=f"{_not_written(path, error)}; the training goes on")
 
     def tell(self, kind: str, **fields: Any) -> None:
         if self.record is not None:
             self.record(kind, **fields)
 
 
-def _not_written(path: Path, error: OSError) -> str:
-    return f"cannot write {path}: {error.strerror or error}"
-
-
-def refuse(experiment: Experiment, layout: Layout, how: How) -> None:
-    """Say what of an experiment cannot work on a layout, before anything runs there."""
-    demands_of(experiment).refuse(layout)
-    _refuse_settings(experiment, layout, how)
-
-
-def _refuse_settings(experiment: Experiment, layout: Layout, how: How) -> None:
-    """What can be told without the model, which `build` asks itself."""
-    refuse_how(experiment, layout, how)
-    refuse_in_backward(experiment, layout, how, shown=False, looks_first=False)
-    if layout.fsdp * layout.tp > 1:
-        refuse_unless_by_element(experiment.optimizer, str(layout))
-
-
-def readers_for(data: MapDataset, world: World, device: torch.device) -> int:
-    """Processes that read beside the computing, from the cores that this rank really has."""
-    local = world.local_size
-    # Ranks are bound to cores of their own, but by nobody to their share of what a container may use.
-    bound = len(granted()) / (local if world.source == "none" else 1)
-    cores = int(min(bound, (quota() or math.inf) / local))
-    light = bool(getattr(data, "light", isinstance(data, TensorDataset | Tensor | list | tuple)))  # it is all in memory
-    return readers_of_a_rank(cores, torch.get_num_threads(), device.type == "cuda", light)
+def _built(experiment: Experiment, here: Here, how: How) -> Placed:
+    if experiment.precision == "fp32":
+        # Convolutions on a GPU would round to 10 bits by default, and fp32 is to mean fp32.
+        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    placed = build(experiment, here, how)
+    if placed.chosen["compile"] and (lost := keep_compiled_code()) is not None:
+        placed.notes.append(lost)
+    return placed

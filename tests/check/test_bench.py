@@ -39,7 +39,7 @@ from meshrun.errors import UserError
 from meshrun.layout import parse
 from meshrun.parallel.how import How
 from meshrun.recipes import llama
-from meshrun.train import loop
+from meshrun.train import reading
 from meshrun.train.loop import Trainer
 
 CPU = torch.device("cpu")
@@ -406,8 +406,8 @@ def test_sides_have_the_readers_that_a_run_would_have(
 ):
     (tmp_path / "program.py").write_text(IN_MEMORY)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    monkeypatch.setattr(loop, "granted", lambda: frozenset(range(9)))
-    monkeypatch.setattr(loop, "quota", lambda: cores)  # a container may show more than it lets run
+    monkeypatch.setattr(reading, "granted", lambda: frozenset(range(9)))
+    monkeypatch.setattr(reading, "quota", lambda: cores)  # a container may show more than it lets run
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     task = task_of(RunConfig(target=str(tmp_path / "program.py"), options={"kept": kept}), CPU)
     assert task.workers == readers == Trainer(task.experiment, mesh.start(), how=task.how).reading.workers

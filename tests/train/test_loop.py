@@ -20,6 +20,7 @@ from meshrun.experiment import Experiment
 from meshrun.state.weights import load_weights, save_weights
 from meshrun.train import writing
 from meshrun.train.loop import Trainer
+from meshrun.train.weight_files import WeightFiles
 from tests.train.small import on_ranks, plainly, points, small, start_on_cpu
 
 
@@ -127,7 +128,7 @@ def test_the_best_weights_may_be_written_while_the_training_goes_on(
     alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """As on a GPU: what is written is as it was, and nobody says that it is there before it is."""
-    monkeypatch.setattr(Trainer, "_has_time_to_write", True)
+    monkeypatch.setattr(WeightFiles, "_has_time", True)
     monkeypatch.setattr(writing, "save_weights", lambda *given: (time.sleep(0.1), save_weights(*given)))
     trainer = Trainer(wandering(), alone, eval_every=1, weights=tmp_path)
     said: list[int | None] = []
@@ -142,7 +143,7 @@ def test_the_best_weights_may_be_written_while_the_training_goes_on(
 
 
 def test_best_weights_that_cannot_be_written_are_told(alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Trainer, "_has_time_to_write", True)
+    monkeypatch.setattr(WeightFiles, "_has_time", True)
     told: list[str] = []
 
     def record(kind: str, **fields: Any) -> None:
