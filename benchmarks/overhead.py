@@ -50,7 +50,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from meshrun import Experiment, Trainer, cross_entropy, mesh
-from meshrun.cli.rank import Recorder
+from meshrun.cli.recorder import Recorder
 from meshrun.config import MEMORY, RunConfig, RunDirectory, write_json
 from meshrun.launch.local import Job, die_with_launcher, launch
 from meshrun.observe.board import Board
@@ -218,7 +218,7 @@ def accelerate(task: Task) -> Side:
 
 
 def meshrun(task: Task, run: RunDirectory) -> Side:
-    """As meshrun/cli/rank.py trains: the same recorder with the same listeners, checkpoints, and a pulse."""
+    """As meshrun/cli/training.py trains: the same recorder with the same listeners, checkpoints, and a pulse."""
     here = mesh.start()
     recorder = Recorder(run, here.rank, None)
     memory = Path(tempfile.mkdtemp(prefix="meshrun-overhead-", dir=MEMORY))

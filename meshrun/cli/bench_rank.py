@@ -24,7 +24,7 @@ def one_rank(asked: Asked) -> OneRank:
     import torch
 
     from meshrun.check.bench_rank import fitted, measured, resolved
-    from meshrun.cli.rank import how_of, override
+    from meshrun.cli.configured import how_of, override
     from meshrun.layout import parse
 
     config, of = asked.config, asked.beyond["of"]

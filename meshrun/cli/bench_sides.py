@@ -126,7 +126,7 @@ def task_of(config: RunConfig, device: torch.device) -> Task:
     import torch
 
     from meshrun.check.bench_task import Task
-    from meshrun.cli.rank import how_of, override
+    from meshrun.cli.configured import how_of, override
     from meshrun.train.reading import readers_for
     from meshrun.world import detect
     from meshrun.world.environment import inherited

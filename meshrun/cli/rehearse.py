@@ -179,7 +179,7 @@ def _needed(layout: Layout) -> int:
 
 def _built(target: Target, config: RunConfig) -> Experiment | None:
     """The experiment; None where its own code fails, which the ranks will tell in their words."""
-    from meshrun.cli.rank import override
+    from meshrun.cli.configured import override
     from meshrun.cli.target import make
 
     try:

@@ -142,7 +142,7 @@ def _check_before_start(asked: Asked, wanted: Wanted) -> None:
     size = next(filter(wanted.fits, sizes), sizes[0])
     layout = parse(config.layout).resolve(size)
     if target.entry is not None and layout.dp < layout.size:
-        from meshrun.cli.rank import how_of, override
+        from meshrun.cli.configured import how_of, override
         from meshrun.train.refusals import refuse
 
         refuse(override(make(target, config.options, config.data), config)[0], layout, how_of(config))

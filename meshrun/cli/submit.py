@@ -80,7 +80,7 @@ def _checked(words: list[str]) -> Plan:
         config = choice.config
         layout = parse(config.layout).resolve(resources.ranks, resources.procs, config.allow_tp_across_nodes)
         if layout.dp < layout.size:
-            from meshrun.cli.rank import how_of, override
+            from meshrun.cli.configured import how_of, override
             from meshrun.train.refusals import refuse
 
             refuse(override(_experiment(asked.target, config), config)[0], layout, how_of(config))

@@ -162,7 +162,7 @@ class Alone:
 
 def _verify(asked: Asked, layouts: list[Layout] | None, tolerance: float | None, folder: Path) -> Outcome:
     from meshrun.check.verify import TOLERANCE
-    from meshrun.cli.rank import how_of, override
+    from meshrun.cli.configured import how_of, override
     from meshrun.parallel.demands import demands_of
 
     config = replace(asked.config, runs=folder)
@@ -236,7 +236,7 @@ def _row(config: RunConfig, layout: Layout, alone: Alone, shown: _Shown, nursery
 def _covering(demands: Demands, config: RunConfig, left_out: dict[str, str]) -> Iterator[Layout]:
     """The layouts that this machine and this model can have; the others go to `left_out`, each with its reason."""
     most = _most_ranks(config)
-    from meshrun.cli.rank import how_of
+    from meshrun.cli.configured import how_of
 
     for layout in map(parse, COVERING):
         objection = _objection(demands, layout, how_of(config))
@@ -403,7 +403,9 @@ def probe_command(folder: Path, launcher: int, *words: str) -> None:
     die_with_launcher(launcher)
     from meshrun import mesh
     from meshrun.check.probe import Probing, probe
-    from meshrun.cli.rank import Recorder, how_of, override, print_to, start_rank
+    from meshrun.cli.configured import how_of, override, start_rank
+    from meshrun.cli.rank import print_to
+    from meshrun.cli.recorder import Recorder
 
     run, rank = RunDirectory(folder), detect(os.environ).rank
     print_to(run.log_of(rank))

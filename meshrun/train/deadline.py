@@ -1,5 +1,6 @@
 """When a run must be over: as the user says, or as Slurm says of its job, which may change its mind.
 
+    began = start_of_run(world, ours=True)               # when the launcher was started, not this rank
     deadline = deadline_of(config, os.environ, began)    # None where nobody says so
     deadline.end, deadline.slack                         # in seconds since 1970, and how many to leave over
     deadline.ask(); deadline.wait(5.0)                   # limits get extended
@@ -10,12 +11,14 @@ Slurm is asked in a thread: where it is away, its commands wait for it for long,
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 from meshrun.config import RunConfig, seconds_in
-from meshrun.world import slurm
+from meshrun.world import World, slurm
 
 Ask = Callable[[], float | None]
 
@@ -89,3 +92,22 @@ def deadline_of(config: RunConfig, env: Mapping[str, str], began: float) -> Dead
         return made
     limit = seconds_in(config.deadline)
     return Deadline(began, began + limit) if limit is not None else None
+
+
+def start_of_run(world: World, ours: bool) -> float:
+    """When this start of the run began, in seconds since 1970, which is when who has started this rank was started."""
+    # Where torchrun's variables were exported by hand, that is a shell, which may be old.
+    launched = world.agent_store or world.source not in ("torchrun", "none")
+    try:
+        found = _stat(os.getppid() if launched else os.getpid())
+        if ours:  # through a process that it replaces when that is lost
+            found = _stat(int(found[1]))
+    except OSError:  # in a container of its own it does not see who has started it
+        return time.time()
+    ticks = int(found[19])
+    return time.time() - time.clock_gettime(time.CLOCK_BOOTTIME) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _stat(pid: int) -> list[str]:
+    """What Linux says of a process, from its state on; its name, which comes before that, may have spaces."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

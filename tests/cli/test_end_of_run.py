@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 
 from meshrun.cli import main, rank
-from meshrun.cli.rank import _last_lines
+from meshrun.cli.recorder import last_lines
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import StoppedByHand
 from meshrun.observe.events import Event
@@ -88,7 +88,7 @@ def test_ctrl_c_names_the_run_and_what_goes_on_with_it_if_its_state_was_kept(tmp
             (run.checkpoints / "step-00000002" / "manifest.json").touch()
         raise KeyboardInterrupt
 
-    with mock.patch.object(rank, "_train", pressed), pytest.raises(StoppedByHand) as stopped:
+    with mock.patch.object(rank, "train", pressed), pytest.raises(StoppedByHand) as stopped:
         trained(tmp_path)
     run = next(tmp_path.iterdir())
     goes_on = f": meshrun resume {run} goes on" if kept else ""
@@ -99,7 +99,7 @@ def test_what_a_reader_has_met_is_told_with_the_users_lines_and_none_of_ours():
     with pytest.raises(ValueError, match="weeks") as met:
         parse("weeks")
     met.value.__traceback__ = met.tb.tb_next  # without this file, as if the call had been meshrun's own
-    ours = _last_lines(met.value)
+    ours = last_lines(met.value)
     assert len(ours) == 1 and "meshrun" in ours[0]
     met.value.add_note("mine.py:3 in __getitem__: raise ValueError('rotten')")
-    assert _last_lines(met.value) == ["mine.py:3 in __getitem__: raise ValueError('rotten')"]
+    assert last_lines(met.value) == ["mine.py:3 in __getitem__: raise ValueError('rotten')"]

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from meshrun.cli.rank import _start_of_run
 from meshrun.config import RunConfig, RunDirectory
+from meshrun.train.deadline import start_of_run
 from meshrun.world import detect
 from tests.launch.command import MODULE, wait_until
 
@@ -42,11 +42,11 @@ def test_a_rank_that_is_no_fork_of_the_warm_process_does_not_ignore_sigterm_as_t
 STARTED = """
 import os, sys, time
 from dataclasses import replace
-from meshrun.cli.rank import _start_of_run
+from meshrun.train.deadline import start_of_run
 from meshrun.world import detect
 world = replace(detect({}), source="torchrun", agent_store=True)
 if os.fork() == 0:
-    print(_start_of_run(world, ours=True), _start_of_run(world, ours=False), flush=True)
+    print(start_of_run(world, ours=True), start_of_run(world, ours=False), flush=True)
     os._exit(0)
 os.wait()
 """
@@ -55,5 +55,5 @@ os.wait()
 def test_the_time_of_a_run_counts_from_the_start_of_its_launcher_not_of_the_process_that_ranks_are_forks_of():
     asked = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, check=True, timeout=60)
     ours, others = map(float, asked.stdout.split())
-    assert ours == pytest.approx(_start_of_run(detect({}), ours=False), abs=0.1)
+    assert ours == pytest.approx(start_of_run(detect({}), ours=False), abs=0.1)
     assert others > ours + 0.1, "another launcher starts its ranks itself"

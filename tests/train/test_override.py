@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from meshrun import UserError
-from meshrun.cli.rank import override
+from meshrun.cli.configured import override
 from meshrun.config import RunConfig
 from tests.train.small import small
 

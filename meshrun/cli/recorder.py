@@ -1,0 +1,81 @@
+"""What a rank says of its run: events, in its file and to whoever listens, and why it ends.
+
+    recorder = Recorder(run, rank=3, tell=None)
+    recorder("step", step=12, loss=0.7)
+    recorder.failure(error, rank=3)            # one sentence, the user's own lines, and the traceback in the log
+    recorder.close()
+
+What is written here is all that `watch`, `report` and the launcher know of a rank.
+"""
+
+from __future__ import annotations
+
+import socket
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import meshrun
+from meshrun import mesh
+from meshrun.config import RunDirectory
+from meshrun.data.staging import missing_of
+from meshrun.errors import RunFailed, UserError
+from meshrun.observe.board import Board
+from meshrun.observe.events import Event, EventFile
+from meshrun.observe.failures import FirstFailure, of_reader, write_traceback
+
+Tell = Callable[[Event], None]
+
+_NOT_THE_USERS = (str(Path(meshrun.__file__).parent), str(Path(torch.__file__).parent), "<frozen")
+"""Where lines of a traceback come from that say nothing to the user."""
+
+
+class Recorder:
+    """Hands each event to the events file and, on rank 0, to TensorBoard and to whoever shows it."""
+
+    def __init__(self, run: RunDirectory, rank: int, tell: Tell | None) -> None:
+        self._run, self._file, self._tell = run, EventFile(run.events_of(rank)), tell
+        self.board: Board | None = None
+        self.step = 0
+
+    def __call__(self, kind: str, **fields: Any) -> None:
+        self._file.write(kind, **fields)
+        self.step = fields.get("step", self.step)
+        for listener in (self.board.add if self.board else None, self._tell):
+            if listener is not None:
+                listener({"kind": kind, **fields})
+
+    def failure(self, error: BaseException, rank: int) -> FirstFailure:
+        """Write down why this rank ends: a sentence in the events, the traceback in the log."""
+        host, log = socket.gethostname(), self._run.log_of(rank)
+        sentence, lines = str(error), list[str]()
+        if not isinstance(error, UserError | RunFailed):
+            with log.open("a") as file:
+                write_traceback(error, file)
+            step = f" at step {self.step + 1}" if self.step else ""
+            said, lines = of_reader(str(error), _NOT_THE_USERS) or (
+                f"{type(error).__name__}: {str(error).strip() or 'no message'}",
+                last_lines(error),
+            )
+            said = missing_of(error) or said
+            sentence = f"rank {rank} on {host} failed{step}: {said}"
+        by_user, secondary = isinstance(error, UserError), isinstance(error, mesh.PeerLost)
+        about = {"rank": rank, "host": host, "step": self.step, "by_user": by_user, "secondary": secondary}
+        self("failure", sentence=sentence, lines=lines, **about)
+        return FirstFailure(sentence, lines, log, by_user)
+
+    def close(self) -> None:
+        self._file.close()
+        if self.board is not None:
+            self.board.close()
+
+
+def last_lines(error: BaseException, most: int = 4) -> list[str]:
+    """Where it happened in the user's own program, the innermost call last, and the notes on it."""
+    frames, notes = list(traceback.extract_tb(error.__traceback__)), getattr(error, "__notes__", [])
+    own = [frame for frame in frames if not frame.filename.startswith(_NOT_THE_USERS)]
+    frames = own if own or notes else frames  # what a reader has met has the user's lines as notes
+    return [*(f"{frame.filename}:{frame.lineno} in {frame.name}: {frame.line}" for frame in frames[-most:]), *notes]
