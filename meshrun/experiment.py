@@ -145,7 +145,9 @@ class Experiment:
     """The order of an epoch: `full`; `window` or `window:SAMPLES`, which reads big files nearly from front to back;
     `length` or `length:BATCHES`, which puts samples of like length together; `none`. The same on every mesh."""
     augment: Callable[[Any, Draws], Any] | None = None
-    """(inputs, draws) -> inputs: changes the inputs of a training batch at random, on the device that computes it."""
+    """(inputs, draws) -> inputs: changes the inputs of a training batch at random, on the device that computes it.
+
+    The batch may be of several steps, each row a sample with draws of its own."""
     after: Callable[[nn.Module, Path], Mapping[str, Any] | None] | None = None
     """(model, folder of the run): called once after the training, with the best weights in evaluation mode.
 

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from torch import Tensor
+from torch.utils.data import TensorDataset
+
 from meshrun.data.effort import measured
 from meshrun.data.feed import Move
 from meshrun.data.order import Cut, Order, slice_of
@@ -58,6 +61,8 @@ class StepData:
     """Samples of this rank's part that are not there, as they cannot be read, and why."""
     effort: Effort = NO_EFFORT
     """What it took to read them, in whatever process."""
+    augmented: bool = False
+    """Whether inputs have been changed at random already."""
 
     def moved(self, move: Move) -> StepData:
         """With its batches somewhere else."""
@@ -170,7 +175,7 @@ def _read(dataset: MapDataset, pieces: Iterator[Wanted], reading: Reading) -> Ge
     samples = Samples(dataset, reading.collate, reading.skip_bad)
     found = (measured(samples, piece) for piece in pieces)
     here = (read.pin_memory() for read in found) if reading.pin else found
-    if not reading.workers or (reading.pin and _is_decoded(dataset)):
+    if not reading.workers or (reading.pin and is_decoded(dataset)):
         return here
     by_others = partial(by_readers, count=reading.workers, ahead=reading.prefetch, pin=reading.pin, seed=reading.seed)
     if not reading.pin:
@@ -179,13 +184,19 @@ def _read(dataset: MapDataset, pieces: Iterator[Wanted], reading: Reading) -> Ge
     return _one_after_the_other(by_others(samples, _until_decoded(dataset, pieces)), here)
 
 
-def _is_decoded(dataset: MapDataset) -> bool:
+def is_decoded(dataset: MapDataset) -> bool:
+    """Whether all samples have come to be in memory, in the form in which they are needed."""
     return bool(getattr(dataset, "decoded", False))
+
+
+def is_light(dataset: MapDataset) -> bool:
+    """Whether reading costs next to nothing, as where all samples have been in memory from the start."""
+    return bool(getattr(dataset, "light", isinstance(dataset, TensorDataset | Tensor | list | tuple)))
 
 
 def _until_decoded(dataset: MapDataset, pieces: Iterator[Wanted]) -> Iterator[Wanted]:
     """What is left to processes that decode; the rest stays in `pieces`."""
-    while not _is_decoded(dataset) and (piece := next(pieces, None)) is not None:
+    while not is_decoded(dataset) and (piece := next(pieces, None)) is not None:
         yield piece
 
 

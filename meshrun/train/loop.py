@@ -29,9 +29,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from meshrun.data.feed import fed, on
+from meshrun.data.feed import on
 from meshrun.data.loader import Loader, StepData
 from meshrun.data.order import Order
+from meshrun.data.together import coming
 from meshrun.errors import RunFailed
 from meshrun.experiment import Experiment
 from meshrun.mesh import Here, start
@@ -190,10 +191,10 @@ class Trainer:
         self._first = self.step
         loader = Loader(self.experiment.train, self.order, self.here.replica, self.here.replicas, self.reading)
         lag = 1 if self.here.device.type == "cuda" and not self.policy.looks_first else 0
-        read = loader.steps(self.step, self.total_steps)
+        read = coming(loader, self.step, self.total_steps, on(self.here.device), self._update.augmented)
         # Closed at the end, whatever that is: else readers stay, and who waits for them waits long.
-        with closing(fed(read, on(self.here.device), StepData.moved, waited=StepData.after)) as coming:
-            yield from self._updates(coming, lag)
+        with closing(read):
+            yield from self._updates(read, lag)
 
     def _updates(self, coming: Iterator[StepData], lag: int) -> Iterator[Update]:
         mark = time.perf_counter()

@@ -12,10 +12,8 @@ import math
 from dataclasses import asdict
 
 import torch
-from torch import Tensor
-from torch.utils.data import TensorDataset
 
-from meshrun.data.loader import Reading, readers_of_a_rank
+from meshrun.data.loader import Reading, is_light, readers_of_a_rank
 from meshrun.data.order import Cut
 from meshrun.experiment import Experiment, MapDataset
 from meshrun.mesh import Here
@@ -45,5 +43,4 @@ def readers_for(data: MapDataset, world: World, device: torch.device) -> int:
     # Ranks are bound to cores of their own, but by nobody to their share of what a container may use.
     bound = len(granted()) / (local if world.source == "none" else 1)
     cores = int(min(bound, (quota() or math.inf) / local))
-    light = bool(getattr(data, "light", isinstance(data, TensorDataset | Tensor | list | tuple)))  # it is all in memory
-    return readers_of_a_rank(cores, torch.get_num_threads(), device.type == "cuda", light)
+    return readers_of_a_rank(cores, torch.get_num_threads(), device.type == "cuda", is_light(data))

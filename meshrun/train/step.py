@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -166,18 +166,20 @@ class Stepper:
 
     def pieces(self, data: StepData) -> list[Piece]:
         """The micro-batches of a step, on the device."""
-        return [
-            self._augmented(data.step, Piece(*as_pair(to_device(batch, self.here.device)), ids, real))
-            for batch, ids, real in zip(data.batches, data.pieces, data.real, strict=True)
-        ]
+        found = []
+        for batch, ids, real in zip(data.batches, data.pieces, data.real, strict=True):
+            inputs, targets = as_pair(to_device(batch, self.here.device))
+            found.append(
+                Piece(inputs if data.augmented else self.augmented(data.step, inputs, ids), targets, ids, real)
+            )
+        return found
 
     @torch.no_grad()
-    def _augmented(self, step: int, piece: Piece) -> Piece:
-        """The piece with inputs that are changed at random, alike on every rank that has its samples."""
+    def augmented(self, step: int, inputs: Any, ids: list[int]) -> Any:
+        """Inputs of the samples of some steps of an epoch, changed at random, alike on every rank that has them."""
         if self.augment is None:
-            return piece
-        draws = SampleDraws(self.seed, step // self.steps_per_epoch, piece.ids, self.here.device)
-        return replace(piece, inputs=self.augment(piece.inputs, draws))
+            return inputs
+        return self.augment(inputs, SampleDraws(self.seed, step // self.steps_per_epoch, ids, self.here.device))
 
     def _loss(self, outputs: Any, targets: Any) -> Loss:
         return check_loss(self.loss(outputs, targets), "loss")
