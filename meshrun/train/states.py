@@ -22,7 +22,8 @@ from torch.optim import Adam, AdamW, Optimizer
 from meshrun.errors import UserError
 from meshrun.kernels.adamw import Rule
 from meshrun.kernels.eightbit import LEAST, Eight, adamw8_
-from meshrun.train.update import ODD, InOnePass
+from meshrun.train.fused import ODD
+from meshrun.train.update import InOnePass
 
 SIGNED = {"exp_avg": True, "exp_avg_sq": False}
 """What is kept in 8 bits, and whether it has numbers of both signs."""

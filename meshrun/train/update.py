@@ -6,7 +6,8 @@
 
 Plainly: gradients of bf16 copies become fp32 ones of their masters, are scaled, the optimizer makes its step, and the
 masters are rounded into the copies: five passes over memory. On a GPU with Triton, Adam and AdamW do all of it in one,
-from the bf16 gradient. They then keep their state as torch's own fused form does, under the same names.
+from the bf16 gradient. They then keep their state as torch's own fused form does, under the same names. Where all is
+fp32, torch's own kernel is one pass too, and `fused` is a short way to it.
 """
 
 from __future__ import annotations
@@ -23,9 +24,7 @@ from meshrun.kernels.adamw import Rule, adamw_many_
 from meshrun.kernels.here import available
 from meshrun.parallel.masters import collect, spread
 from meshrun.parallel.placed import Placed, Shard
-
-ODD = ("amsgrad", "maximize", "differentiable", "capturable")
-"""What makes a step of Adam another one than the kernels know."""
+from meshrun.train.fused import Fused, is_bare, is_hooked, is_usual, step_of
 
 
 class Update(Protocol):
@@ -52,18 +51,28 @@ class Plain:
     placed: Placed
     copied: list[Shard]
     """What has copies to be brought up to date."""
+    fused: Fused | None
+    """A shorter way to the same step, where there is one."""
 
     @classmethod
     def of(cls, optimizer: Optimizer, placed: Placed) -> Plain:
-        return cls(optimizer, placed, [each for each in placed.shards if each.copy is not None])
+        on_gpu = all(each.parameter.is_cuda for each in placed.shards)
+        fused = Fused(optimizer) if on_gpu and is_bare(optimizer) else None
+        return cls(optimizer, placed, [each for each in placed.shards if each.copy is not None], fused)
 
     def gradients(self) -> list[Tensor]:
         self.placed.collect()
         return [each.parameter.grad for each in self.placed.shards if each.parameter.grad is not None]
 
     def __call__(self, factor: float | Tensor) -> None:
-        scale(self.gradients(), factor)
-        self.optimizer.step()
+        if isinstance(factor, Tensor) or factor != 1.0:
+            scale(self.gradients(), factor)
+        else:
+            self.placed.collect()
+        if self.fused is not None:
+            self.fused()
+        else:
+            step_of(self.optimizer)
         if self.copied:
             spread(self.copied)
 
@@ -73,7 +82,7 @@ class Plain:
         groups, everyone = self.optimizer.param_groups, group["params"]
         try:
             self.optimizer.param_groups, group["params"] = [group], [each.parameter for each in shards]
-            self.optimizer.step()
+            step_of(self.optimizer)
         finally:
             self.optimizer.param_groups, group["params"] = groups, everyone
         spread(shards)
@@ -176,15 +185,9 @@ def fastest(optimizer: Optimizer, placed: Placed) -> Update:
 
 def _is_known(optimizer: Optimizer, placed: Placed) -> bool:
     """Whether a step is Adam's or AdamW's and no more, on a GPU with Triton."""
-    hooked = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks or "step" in vars(optimizer)
     on_gpu = all(each.parameter.is_cuda and available(each.parameter.device) for each in placed.shards)
-    return type(optimizer) in (Adam, AdamW) and not hooked and on_gpu and all(map(_is_usual, optimizer.param_groups))
-
-
-def _is_usual(group: dict[str, Any]) -> bool:
-    odd = any(group.get(each) for each in ODD)
-    numbers = (group["lr"], group["eps"], group["weight_decay"], *group["betas"])
-    return bool(group.get("fused")) and not odd and not any(isinstance(each, Tensor) for each in numbers)
+    known = type(optimizer) in (Adam, AdamW) and not is_hooked(optimizer)
+    return known and on_gpu and all(map(is_usual, optimizer.param_groups))
 
 
 def _rule(optimizer: Optimizer, group: dict[str, Any], step: int) -> Rule:
