@@ -158,6 +158,9 @@ def test_samples_that_cannot_be_read_are_left_out_of_their_own_step():
     found = list(coming(loader, 0, 70, Way(), unchanged))
     assert_same(found, list(loader.steps(0, 70)))
     assert [each.bad[0][0] for each in found if each.bad].count(11) == 2
+    loader = loader_of(Handy(300, bad=(11,)), 2, skip_bad=True)
+    first = next(data.step for data in loader.steps(0, 150) if data.bad)
+    assert any(len(group.steps) > 1 and group.steps[0].step > first for group in grouped(loader, 0, 300))
     with pytest.raises(ValueError, match="torn") as raised:
         list(coming(loader_of(Handy(70, bad=(11,)), 2), 0, 35, Way(), unchanged))
     assert "sample 11 " in raised.value.__notes__[0]
@@ -195,6 +198,7 @@ def test_who_ends_early_ends_the_thread():
     assert not any(each.name == "feed" for each in threading.enumerate())
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")
 def test_pictures_come_together_as_soon_as_all_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("meshrun.data.samples.pin_memory", lambda batch: batch)
     names = [f"{name}/{number}.png" for name in "ab" for number in range(10)]
