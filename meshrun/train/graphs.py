@@ -189,10 +189,24 @@ class Recording:
     """A recorded step: replaying it reads the `inputs`, and writes the `gradients` and what it has `found`."""
 
     form: Form
+    held: list[Piece]
+    """The batches that it was recorded with, of which the `inputs` are the tensors."""
     inputs: list[Tensor]
     found: Any
     gradients: list[tuple[nn.Parameter, Tensor]]
     replay: Callable[[], None]
+
+    def tensors_of(self, pieces: list[Piece], samples: int) -> list[Tensor] | None:
+        """What `form_of` finds, for next to nothing, where the form is this one; None where only it can tell."""
+        if samples != self.form.samples or len(pieces) != len(self.held):
+            return None
+        found: list[Tensor] = []
+        for new, held in zip(pieces, self.held, strict=True):
+            if len(new.ids) != len(held.ids) or new.real != held.real:
+                return None
+            if not _like(new.inputs, held.inputs, found) or not _like(new.targets, held.targets, found):
+                return None
+        return found
 
     def __call__(self, tensors: list[Tensor]) -> Any:
         for static, new in zip(self.inputs, tensors, strict=True):
@@ -203,6 +217,21 @@ class Recording:
                 parameter.grad = gradient
         self.replay()
         return self.found
+
+
+def _like(new: Any, held: Any, found: list[Tensor]) -> bool:
+    """Whether a batch surely has the form of another; its tensors are added to those that were found."""
+    if isinstance(held, Tensor):
+        found.append(new)
+        return isinstance(new, Tensor) and new.dtype is held.dtype and new.shape == held.shape
+    kind = type(held)
+    if type(new) is not kind:
+        return False
+    if kind is tuple or kind is list:
+        return len(new) == len(held) and all(_like(one, other, found) for one, other in zip(new, held, strict=True))
+    if kind is dict:
+        return list(new) == list(held) and all(_like(new[key], held[key], found) for key in held)
+    return kind in (int, float, bool, str, type(None)) and bool(new == held)
 
 
 class Before:
@@ -282,16 +311,18 @@ class Graphed:
     def __call__(self, step: int, pieces: list[Piece], samples: int) -> Any:
         if self._over:
             return self._compute(step, pieces, samples)
-        try:
-            form, tensors = form_of(pieces, samples)
-        except Unfit as why:
-            self._leave_it(str(why))
-            return self._compute(step, pieces, samples)
         recording = self._recording
-        if recording is None:
-            return self._before_it(form, tensors, step, pieces, samples)
-        if form != recording.form:
-            return self._as_always(step, pieces, samples)
+        tensors = recording.tensors_of(pieces, samples) if recording is not None else None
+        if recording is None or tensors is None:
+            try:
+                form, tensors = form_of(pieces, samples)
+            except Unfit as why:
+                self._leave_it(str(why))
+                return self._compute(step, pieces, samples)
+            if recording is None:
+                return self._before_it(form, tensors, step, pieces, samples)
+            if form != recording.form:
+                return self._as_always(step, pieces, samples)
         self._replayed += 1
         if self._replayed % CHECK_EVERY:
             return recording(tensors)
@@ -359,7 +390,7 @@ class Graphed:
         gradients = [(each, each.grad) for each in self._parameters() if each.grad is not None]
         if not gradients:
             raise Unfit("it leaves no gradients")
-        return Recording(form, inputs, found, gradients, replay)
+        return Recording(form, held, inputs, found, gradients, replay)
 
     def _compared(self, recording: Recording, before: Before, expected: Looks, tensors: list[Tensor]) -> Any:
         """What a recording computes if that is what was `expected`, else None."""

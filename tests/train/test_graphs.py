@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from meshrun import Here, Schedule, accuracy
 from meshrun.parallel.how import How
+from meshrun.parallel.placed import Piece
 from meshrun.train import graphs
 from meshrun.train.bad_steps import Policy
 from meshrun.train.graphs import alike, objection
@@ -293,6 +294,63 @@ def test_batches_that_are_all_different_are_not_recorded(alone: Here, closure: C
     trainer, notes = replaying(closure, experiment, alone)
     assert difference(trained(trainer), trained(eager(experiment, alone))) < 1e-6
     assert closure.replays == 0 and notes == [graphs.refused("hardly any batch has the form of another")]
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+def held(pieces: list[Piece], samples: int) -> graphs.Recording:
+    form, tensors = graphs.form_of(pieces, samples)
+    return graphs.Recording(form, pieces, tensors, None, [], lambda: None)
+
+
+def test_tensors_of_a_batch_of_a_known_form_are_found_in_the_order_of_the_recording():
+    inputs = {"z": torch.ones(2, 3), "a": [torch.ones(2), (torch.ones(1), 4, "x", None)], "m": 0.5}
+    pieces = [Piece(inputs, torch.ones(2), [1, 2], 2), Piece(inputs, torch.ones(2), [3, 4], 1)]
+    found = held(pieces, 3).tensors_of(pieces, 3)
+    assert found is not None and len(found) == 8
+    assert all(one is two for one, two in zip(found, graphs.form_of(pieces, 3)[1], strict=True))
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "ids", "real", "samples"),
+    [
+        ({"x": torch.ones(2, 4), "n": 1}, torch.ones(2), [0, 1], 2, 2),
+        ({"x": torch.ones(2, 3).double(), "n": 1}, torch.ones(2), [0, 1], 2, 2),
+        ({"x": torch.ones(2, 3), "n": 2}, torch.ones(2), [0, 1], 2, 2),
+        ({"n": 1, "x": torch.ones(2, 3)}, torch.ones(2), [0, 1], 2, 2),
+        ({"x": torch.ones(2, 3)}, torch.ones(2), [0, 1], 2, 2),
+        ([torch.ones(2, 3), 1], torch.ones(2), [0, 1], 2, 2),
+        ({"x": 3.0, "n": 1}, torch.ones(2), [0, 1], 2, 2),
+        ({"x": torch.ones(2, 3), "n": 1}, (torch.ones(2),), [0, 1], 2, 2),
+        ({"x": torch.ones(2, 3), "n": 1}, torch.ones(2), [0, 1, 2], 2, 2),
+        ({"x": torch.ones(2, 3), "n": 1}, torch.ones(2), [0, 1], 1, 2),
+        ({"x": torch.ones(2, 3), "n": 1}, torch.ones(2), [0, 1], 2, 7),
+    ],
+)
+def test_a_batch_of_another_form_is_looked_at_closely(
+    inputs: Any, targets: Any, ids: list[int], real: int, samples: int
+):
+    recording = held([Piece({"x": torch.ones(2, 3), "n": 1}, torch.ones(2), [0, 1], 2)], 2)
+    assert recording.tensors_of([Piece(inputs, targets, ids, real)], samples) is None
+    assert recording.tensors_of([], 2) is None
+
+
+def test_structures_that_only_a_closer_look_knows_are_replayed_too(alone: Here, closure: Closure):
+    class Adds(nn.Linear):
+        def forward(self, first: Tensor, second: Tensor) -> Tensor:
+            return super().forward(first + second)
+
+    def collated(samples: list[Any]) -> tuple[Pair, Tensor]:
+        inputs, targets = (torch.stack(each) for each in zip(*samples, strict=True))
+        return Pair(inputs, inputs * 2), targets
+
+    experiment = small(21, 7, steps=12, collate=collated, model=lambda: Adds(5, 3))
+    trainer, notes = replaying(closure, experiment, alone)
+    assert difference(trained(trainer), trained(eager(experiment, alone))) < 1e-6
+    assert closure.replays == 12 - graphs.FIRST and notes == []
 
 
 def test_a_step_is_short_or_the_device_waits_for_the_host():
