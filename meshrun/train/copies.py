@@ -9,6 +9,7 @@ Models with BatchNorm have many small buffers, and each copy would be an operati
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from operator import is_
 
 import torch
 from torch import Tensor
@@ -42,19 +43,22 @@ class Copier:
     """Copies a model's buffers in few operations; which of them belong together is found once."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[str, torch.dtype, torch.Size]] = []
-        self._kinds: list[tuple[list[str], list[int]]] = []
+        self._names: list[str] = []
+        self._seen: list[Tensor] = []
+        self._shapes: list[torch.Size] = []
+        self._kinds: list[tuple[list[str], list[int], list[Tensor]]] = []
 
     @torch.no_grad()
     def __call__(self, tensors: Mapping[str, Tensor]) -> Copies:
-        seen = [(name, each.dtype, each.shape) for name, each in tensors.items()]  # a module may change a shape
-        if seen != self._seen:
-            self._seen, self._kinds = seen, self._sorted(tensors)
-        joined = []
-        for alike, sizes in self._kinds:
-            found = [tensors[name] for name in alike]
-            joined.append((alike, sizes, torch.cat(found) if sizes else torch.stack(found)))
-        return Copies(list(tensors), joined)
+        names, found = list(tensors), list(tensors.values())
+        shapes = [each.shape for each in found]  # a module may change that of a buffer which stays the same object
+        if names != self._names or shapes != self._shapes or not all(map(is_, found, self._seen)):
+            self._names, self._seen, self._shapes = names, found, shapes
+            self._kinds = [(alike, sizes, [tensors[name] for name in alike]) for alike, sizes in self._sorted(tensors)]
+        joined = [
+            (alike, sizes, torch.cat(parts) if sizes else torch.stack(parts)) for alike, sizes, parts in self._kinds
+        ]
+        return Copies(names, joined)
 
     def _sorted(self, tensors: Mapping[str, Tensor]) -> list[tuple[list[str], list[int]]]:
         """Names of rows of one type, with their lengths, and of others of one type and shape, without."""

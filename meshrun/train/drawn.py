@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import math
 import random
+from _random import Random as Words
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +39,45 @@ def _of_numpy() -> tuple[Any, ...]:
     return state
 
 
+_WORDS_OF_PYTHON = 625 * 4
+_last_of_python: tuple[bytes, Any, tuple[Any, ...]] = b"", None, ()
+
+
+def _words_of(generator: random.Random) -> bytes:
+    """The words of a generator of Python's: they stand behind the head that all objects have."""
+    return ctypes.string_at(id(generator) + object.__basicsize__, _WORDS_OF_PYTHON)
+
+
+def _are_words_there() -> bool:
+    """Whether that is so in this Python, of which nothing promises it."""
+    if Words.__basicsize__ < object.__basicsize__ + _WORDS_OF_PYTHON:
+        return False
+    tried = random.Random(5)
+    for _ in range(3):
+        tried.random()
+        *words, position = tried.getstate()[1]
+        if _words_of(tried) != np.array([position, *words], dtype=np.uint32).tobytes():
+            return False
+    return True
+
+
+_SEES_WORDS = _are_words_there()
+
+
+def _of_python() -> tuple[Any, ...]:
+    """Where Python's generator stands; the numbers that Python makes of its words are kept as those of numpy are."""
+    global _last_of_python
+    generator = random._inst
+    if not _SEES_WORDS or type(generator) is not random.Random:
+        return random.getstate()
+    words, gauss, state = _last_of_python
+    now, second = _words_of(generator), generator.gauss_next  # type: ignore[attr-defined]
+    if now != words or second != gauss:
+        state = generator.getstate()
+        _last_of_python = now, second, state
+    return state
+
+
 @dataclass(frozen=True)
 class Drawn:
     """Where the generators stand that a program may draw from: torch's, Python's, numpy's and the GPU's."""
@@ -51,7 +91,7 @@ class Drawn:
     @classmethod
     def now(cls, device: torch.device) -> Drawn:
         cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return cls(torch.get_rng_state(), random.getstate(), _of_numpy(), cuda)
+        return cls(torch.get_rng_state(), _of_python(), _of_numpy(), cuda)
 
     def same(self, other: Drawn) -> bool:
         """Whether nothing was drawn between the two."""

@@ -27,3 +27,7 @@ def test_copies_are_those_of_buffers_that_change_their_shapes_and_types():
         assert_same(dict(copier(now)), now)
     now["y"] = now["y"].double()
     assert_same(dict(copier(now)), now)
+    now["other"].resize_(3)  # the same object
+    assert_same(dict(copier(now)), now)
+    now["y"].mul_(2)
+    assert_same(dict(copier(now)), now)
