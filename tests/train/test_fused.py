@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from meshrun import Here
 from meshrun.train import fused
 from meshrun.train.fused import Fused, is_bare, step_of
+from meshrun.train.interval import parse as parse_interval
 from meshrun.train.loop import Trainer
+from meshrun.train.recovery import Keeping
 from meshrun.train.update import Plain
 from tests.train.small import small
 
@@ -159,6 +162,34 @@ def test_what_it_does_not_know_it_leaves_to_torch(make: Make):
 def test_on_a_cpu_a_step_is_torchs_own(alone: Here):
     update = Trainer(small(20, 5), alone, workers=0)._update.update
     assert isinstance(update, Plain) and update.fused is None
+
+
+def short_way(trainer: Trainer) -> Trainer:
+    """As on a GPU."""
+    update = trainer._update.update
+    assert isinstance(update, Plain)
+    object.__setattr__(update, "fused", Fused(trainer.optimizer))
+    return trainer
+
+
+def test_a_training_by_the_short_way_goes_on_from_a_checkpoint_as_if_nothing_had_been(
+    alone: Here, tmp_path: Path, own_steps: list[Optimizer]
+):
+    experiment, keeping = small(21, 7, steps=20), Keeping(tmp_path, None, parse_interval("8"))
+    first = short_way(Trainer(experiment, alone, workers=0, keeping=keeping))
+    for update in first.steps():
+        if update.step == 12:
+            break
+    assert first.keeper is not None and len(own_steps) == 1
+    first.keeper.finish()
+    second, whole = (Trainer(experiment, alone, workers=0, keeping=each) for each in (keeping, None))
+    resumed = short_way(second).resume()
+    assert resumed is not None and resumed["step"] == 8
+    second.train()
+    whole.train()
+    assert len(own_steps) == 2
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(second.model.state_dict()[name], value)
 
 
 @pytest.mark.parametrize("dampening", [0.0, 0.5])
