@@ -21,6 +21,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from meshrun import __version__
+from meshrun.cli import collecting
 from meshrun.cli.command import Asked, invoke, parse_chaos, parse_resume, parse_run, parse_stage, parse_verify
 from meshrun.cli.convert_data import convert_data_command
 from meshrun.cli.doctor import doctor_command
@@ -146,6 +147,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if status and detect(os.environ).size > 1:
         # Without the clean-up at the end of a process: it waits for ranks that may be gone.
         os._exit(status)
+    if argv is None:  # else this process may have more to do
+        collecting.end()
     sys.exit(status)
 
 
@@ -215,7 +218,8 @@ def _dispatch(words: list[str]) -> int:
 def _parsed(parse: Callable[[list[str]], Asked | None], words: list[str]) -> Asked | None:
     """What the words ask for. Reading the options imports the user's file, which may print."""
     keeps_stdout = "--json" in words and "--help" not in words
-    with contextlib.redirect_stdout(sys.stderr) if keeps_stdout else contextlib.nullcontext():
+    quiet = contextlib.redirect_stdout(sys.stderr) if keeps_stdout else contextlib.nullcontext()
+    with quiet, collecting.importing():
         return parse(words)
 
 

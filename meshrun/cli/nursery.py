@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from meshrun.cli.collecting import importing
 from meshrun.cli.target import find
 from meshrun.config import RunConfig
 from meshrun.errors import UserError
@@ -70,11 +71,12 @@ def nursery_command(fd: int, launcher: int, target: str | None) -> list[str]:
     # Slurm tells all processes of a job that it will end. This one ends with the launcher, and not before its ranks.
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    for name in NEEDED:
-        importlib.import_module(name)
-    if target is not None:
-        with contextlib.suppress(UserError):
-            warm_up(find(target).path)
+    with importing():
+        for name in NEEDED:
+            importlib.import_module(name)
+        if target is not None:
+            with contextlib.suppress(UserError):
+                warm_up(find(target).path)
     return serve(fd)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from rich.console import Console
 
+from meshrun.cli.collecting import importing
 from meshrun.cli.command import Asked
 from meshrun.cli.launcher import OpenHub, as_agent, join, lead, wanted_of
 from meshrun.cli.target import make
@@ -76,7 +77,11 @@ def _as_rank(asked: Asked, world: World) -> dict[str, Any] | None:
 
 def _alone(asked: Asked, shown: bool = True) -> dict[str, Any]:
     """Train in this process."""
-    from meshrun.cli.rank import run_script, work
+    with importing():
+        from meshrun.cli.rank import run_script, work
+
+        if asked.target.entry is not None:
+            import torch._dynamo  # noqa: F401 - the first optimizer of a process imports it
 
     quiet = _kept_for_the_document() if asked.as_json else contextlib.nullcontext()
     with Story(Console(stderr=True), None if asked.as_json else sys.stdout) as story, quiet:
