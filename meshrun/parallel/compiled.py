@@ -14,7 +14,6 @@ another size.
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Sequence
@@ -34,6 +33,8 @@ ENOUGH_PARAMETERS, ENOUGH_STEPS, ENOUGH_WORK = 5_000_000, 100, 400_000_000_000
 GRAPHS = 64
 """Graphs of one function. torch would stop at 8, but all blocks of a convolutional network are one function, and each
 width, with and without a shortcut, in training and in evaluation, is a graph of its own."""
+SHAPES = 4
+"""Of what a segment is given, in training and in evaluation together, that it is compiled for one by one."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,34 @@ def apply(segments: Sequence[nn.Module], asked: bool) -> None:
     _prepare(asked)
     worth = [each for each in segments if not _is_kernel(each)] or segments
     for segment in worth:
-        segment.forward = functools.partial(_arrived, torch.compile(segment.forward))
+        segment.forward = Compiled(segment.forward)
+
+
+class Compiled:
+    """What a segment does, compiled for the very shapes that it meets; if they are many, once for all others.
+
+    torch would make the second one already for all, and of segments that share their code: those of a convolutional
+    network, each of another width, and of an encoder and a decoder would all be slow.
+    """
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        from meshrun.parallel.inductor import backend
+
+        self._exact = torch.compile(forward, backend=backend, dynamic=False)
+        self._any = torch.compile(forward, backend=backend)
+        self._met: set[Any] = set()
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        given = [each for each in (*inputs, *named.values()) if isinstance(each, Tensor)]
+        # Compiled code takes what is still on its way from other ranks for something else, and gives wrong gradients.
+        if any(isinstance(each, AsyncCollectiveTensor) for each in given):
+            inputs, named = tree_map_only(AsyncCollectiveTensor, lambda each: each * 1, (inputs, named))
+        shapes = (torch.is_grad_enabled(), *(each.shape for each in given))
+        if shapes not in self._met:
+            if len(self._met) == SHAPES:
+                return self._any(*inputs, **named)
+            self._met.add(shapes)
+        return self._exact(*inputs, **named)
 
 
 def hear(chosen: dict[str, Any], tell: Callable[[str], None]) -> None:
@@ -138,13 +166,6 @@ class _Hearing(logging.Handler):
 def _is_kernel(module: nn.Module) -> bool:
     single = next(module.children(), None) is None
     return single and type(module).forward.__module__.startswith("torch.nn.")
-
-
-def _arrived(forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
-    # Compiled code takes what is still on its way from other ranks for something else, and gives wrong gradients.
-    if any(isinstance(each, AsyncCollectiveTensor) for each in (*inputs, *named.values())):
-        inputs, named = tree_map_only(AsyncCollectiveTensor, lambda each: each * 1, (inputs, named))
-    return forward(*inputs, **named)
 
 
 def convolves(model: nn.Module) -> bool:

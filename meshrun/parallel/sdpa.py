@@ -122,4 +122,4 @@ def _works(device: torch.device) -> bool:
                 pairs += zip((out, *found), (plain, *wanted), strict=True)
     except RuntimeError:
         return False
-    return all(float((a - b).abs().max()) <= 0.05 * float(b.abs().max()) for a, b in pairs)
+    return all(float((a - b).detach().abs().max()) <= 0.05 * float(b.detach().abs().max()) for a, b in pairs)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,16 +13,23 @@ import pytest
 import torch
 import torch._dynamo
 from torch import Tensor, nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
 from meshrun import Here, mesh
-from meshrun.parallel import compiled
+from meshrun.parallel import compiled, inductor
 from meshrun.parallel.how import How
 from meshrun.train.loop import Trainer
+from tests.ranks import run_on_ranks
 from tests.train.small import small
 from tests.train.whole import Result, assert_same, by_one_process, program, trained
 
 STEPS = 2
+
+
+def before_ranks() -> None:
+    """Whatever the backend, torch.compile imports this one, which takes each rank longer than all else."""
+    importlib.import_module("torch._inductor.compile_fx")
 
 
 @pytest.fixture(autouse=True)
@@ -31,10 +37,17 @@ def traced_in_one_piece(request: pytest.FixtureRequest, monkeypatch: pytest.Monk
     """A break is an error; graphs are those of any compiler, but on a CPU no code is made of them."""
     torch._dynamo.reset()
     counters.clear()
-    backend = "aot_eager" if request.node.get_closest_marker("gpu") is None else "inductor"
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend, fullgraph=True))
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, fullgraph=True))
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(inductor, "backend", lookup_backend("aot_eager"))
     yield
     torch._dynamo.reset()
+
+
+def trace_in_one_piece() -> None:
+    """The same in a rank, which ends with its test."""
+    torch.compile = functools.partial(torch.compile, fullgraph=True)  # type: ignore[assignment]
+    inductor.backend = lookup_backend("aot_eager")
 
 
 @pytest.fixture
@@ -59,6 +72,7 @@ def test_like_blocks_share_a_graph_whose_dropout_is_that_of_each(wanted: Result,
 )
 def test_compiled_segments_go_with_other_axes(layout: str, wanted: Result):
     """What is on its way when it enters a compiled block would give a wrong gradient of the embedding."""
+    trace_in_one_piece()
     mesh.use(mesh.Meeting(layout=layout, device="cpu"))
     trainer = Trainer(program("small_llama", STEPS), mesh.start(), how=How(compile=True, recompute="every-2"))
     list(trainer.steps())
@@ -129,12 +143,44 @@ def blocks() -> nn.Module:
     return nn.Sequential(Block(), Block(), Block(), nn.Linear(5, 3))
 
 
+class Wide(nn.Module):
+    """Code that segments of any width share."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def test_segments_are_compiled_for_their_shapes_until_these_are_many(monkeypatch: pytest.MonkeyPatch):
+    shapes: list[bool] = []
+
+    def noted(graph: torch.fx.GraphModule, inputs: list[object]) -> object:
+        shapes.append(any(isinstance(each, torch.SymInt) for each in inputs))
+        return lookup_backend("eager")(graph, inputs)
+
+    monkeypatch.setattr(inductor, "backend", noted)
+    segments = [Wide(3), Wide(4), Wide(5)]
+    compiled.apply(segments, asked=True)
+    for segment in segments:
+        for rows in (2, 6, 2):
+            width = segment.inner.in_features
+            assert segment(torch.ones(rows, width)).shape == (rows, width)
+    assert shapes == [False] * 6, "each width and each number of rows has code of its own"
+    for rows in range(2, 20):
+        segments[0](torch.ones(rows, 3))
+    assert shapes[6:] == [False] * (compiled.SHAPES - 2) + [True], "further ones share theirs"
+
+
 def no_compiler(*_: object) -> None:
     raise RuntimeError("there is no compiler here")
 
 
 def test_what_cannot_be_compiled_ends_a_training_only_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile.func, backend=no_compiler))
+    monkeypatch.setattr(torch, "compile", torch.compile.func)
+    monkeypatch.setattr(inductor, "backend", no_compiler)
     block, x = Block(), torch.ones(2, 5)
     wanted = block(x)
     compiled.apply([block], asked=False)
@@ -148,7 +194,8 @@ def test_what_cannot_be_compiled_ends_a_training_only_where_it_was_asked_for(mon
 def test_what_could_not_be_compiled_is_told_once(alone: Here, monkeypatch: pytest.MonkeyPatch):
     """As on a GPU, where nobody has asked for it."""
     plain = Trainer(experiment := small(20, 6, model=blocks), alone)
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile.func, backend=no_compiler))
+    monkeypatch.setattr(torch, "compile", torch.compile.func)
+    monkeypatch.setattr(inductor, "backend", no_compiler)
     monkeypatch.setattr(compiled, "chosen", lambda *_: compiled.Choice(True, "it pays", asked=False))
     trainer = Trainer(experiment, alone)
     assert trainer.placed.chosen["compile"] is True
@@ -159,29 +206,27 @@ def test_what_could_not_be_compiled_is_told_once(alone: Here, monkeypatch: pytes
     assert [each for each in trainer.placed.notes if why in each] == trainer.placed.notes[-1:]
 
 
-STARTED = """
-import json
-from torch._dynamo.utils import counters
-from meshrun import mesh
-from meshrun.parallel.how import How
-from meshrun.train.loop import Trainer
-from tests.train.small import small
-from tests.train.test_compiled import blocks
-mesh.use(mesh.Meeting(device="cpu"))
-trainer = Trainer(small(16, 8, steps=2, model=blocks), how=How(compile=True))
-list(trainer.steps())
-print(json.dumps({**counters["inductor"], **counters["aot_autograd"], "losses": trainer.totals.losses}))
-"""
+def start(folder: Path, number: int) -> None:
+    """A process that compiles a block; what it did of that, and its losses, are written down."""
+    # Headers that are compiled beforehand pay off with more kernels than the two of a block.
+    torch._inductor.config.cpp_cache_precompile_headers = False
+    torch._inductor.config.compile_threads = 1
+    mesh.use(mesh.Meeting(device="cpu"))
+    experiment = small(16, 8, steps=2, model=lambda: nn.Sequential(Block(), nn.Linear(5, 3)))
+    trainer = Trainer(experiment, how=How(compile=True))
+    list(trainer.steps())
+    found = {**counters["inductor"], **counters["aot_autograd"], "losses": trainer.totals.losses}
+    (folder / f"{number}.json").write_text(json.dumps(found))
 
 
-def test_a_second_start_compiles_nothing(tmp_path: Path):
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHINDUCTOR", "TRITON"))}
-    env = {**kept, "XDG_CACHE_HOME": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    found = [
-        json.loads(subprocess.run([sys.executable, "-c", STARTED], env=env, check=True, stdout=subprocess.PIPE).stdout)
-        for _ in range(2)
-    ]
-    first, second = found
+def test_a_second_start_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for name in os.environ:
+        if name.startswith(("TORCHINDUCTOR", "TRITON")):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for number in (1, 2):
+        run_on_ranks(__file__, "start", 1, {"folder": tmp_path, "number": number}, 110)
+    first, second = (json.loads((tmp_path / f"{number}.json").read_text()) for number in (1, 2))
     assert first["autograd_cache_miss"] > 0 and "autograd_cache_hit" not in first
     assert second["autograd_cache_hit"] == first["autograd_cache_miss"] and "autograd_cache_miss" not in second
     assert second["fxgraph_cache_hit"] > 0 and "fxgraph_cache_miss" not in second
