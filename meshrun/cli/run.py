@@ -39,6 +39,7 @@ from meshrun.observe.story import Story
 from meshrun.train.interval import parse as parse_interval
 from meshrun.world import World, detect
 from meshrun.world.environment import inherited
+from meshrun.world.gpu import open_early
 
 
 def run_command(asked: Asked, nursery: Nursery | None = None) -> dict[str, Any] | None:
@@ -77,15 +78,20 @@ def _as_rank(asked: Asked, world: World) -> dict[str, Any] | None:
 
 def _alone(asked: Asked, shown: bool = True) -> dict[str, Any]:
     """Train in this process."""
+    trains = asked.target.entry is not None
+    # A script may fork processes that open the GPU themselves, which they cannot if this one has.
+    opened = open_early(detect(os.environ).local_rank) if trains and asked.config.device != "cpu" else None
     with importing():
         from meshrun.cli.rank import run_script, work
 
-        if asked.target.entry is not None:
+        if trains:
             import torch._dynamo  # noqa: F401 - the first optimizer of a process imports it
+    if opened is not None:
+        opened.join()
 
     quiet = _kept_for_the_document() if asked.as_json else contextlib.nullcontext()
     with Story(Console(stderr=True), None if asked.as_json else sys.stdout) as story, quiet:
-        if asked.target.entry is not None:
+        if trains:
             return work(asked.config, asked.target, story.tell if shown else _ignore, asked.run)
         run_script(asked.config, asked.target)
         return {"run": None, "world": detect(os.environ).size}
