@@ -4,7 +4,8 @@
 
 For each request it forks n ranks, watches them, and answers how each of them ended. It does no autograd and touches
 no CUDA itself, since forks of a process that did are broken. A rank that is done waits until all are, so that nobody
-tears down connections which others still use.
+tears down connections which others still use. If a test file has a function `before_ranks`, it is called before they
+are forked: for imports that only ranks need.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ GRACE_S = 1.5  # for the other ranks after one has failed
 EXIT_S = 10.0  # for leaving the group after all bodies are done
 STACKS_S = 1.0
 PR_SET_PDEATHSIG = 1
+LATER = ("meshrun.parallel.inductor",)
+"""What takes seconds to import, and few tests need."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,7 @@ def serve(client: Client) -> None:
 def warm_up() -> None:
     """Imports what tests use. A module that does not import is left to the test that needs it."""
     for module in pkgutil.walk_packages(meshrun.__path__, "meshrun.", onerror=lambda _: None):
-        if not module.name.endswith("__main__"):
+        if not module.name.endswith("__main__") and module.name not in LATER:
             with contextlib.suppress(Exception, SystemExit):
                 importlib.import_module(module.name)
     torch.set_num_threads(1)
@@ -129,6 +132,7 @@ def warm_up() -> None:
 def answer(request: Request, client: Client) -> Reply:
     try:
         module = load(request.path)
+        getattr(module, "before_ranks", lambda: None)()
     except (Exception, pytest.skip.Exception):
         return Reply(refused=traceback.format_exc())
     with tempfile.TemporaryDirectory(prefix="ranks-", ignore_cleanup_errors=True) as folder:
