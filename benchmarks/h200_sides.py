@@ -176,7 +176,8 @@ class Pixels:
         return self.images[index], self.labels[index]
 
     def batch_of(self, ids: list[int]) -> tuple[Tensor, Tensor]:
-        return self.images[ids], self.labels[ids]
+        chosen = torch.tensor(ids)
+        return self.images.index_select(0, chosen), self.labels[chosen]  # which copies whole pictures
 
 
 def resnet_experiment(tiny: bool) -> Experiment:

@@ -6,10 +6,11 @@
 
 244 + 153 JPEG files of 500 x 375 are drawn anew, as many and as large as those of the transfer-learning tutorial that
 this job is taken from. Each side is a fresh process on the same files, timed from its start to its end, imports
-included. Both train torchvision's network with BatchNorm from random weights in fp32, with SGD and a rate that is a
-tenth after every 7 epochs, on parts of the pictures that are cut out and mirrored at random, and are validated on the
-middle of every picture after every epoch. Two things differ. meshrun cuts random parts out of the middle square of a
-picture, which it decodes once; and its fp32 is fp32 in convolutions too, where torch by itself rounds to 10 bits.
+included. Both train torchvision's network with BatchNorm from random weights, with SGD and a rate that is a tenth after
+every 7 epochs, on parts of the pictures that are cut out and mirrored at random, and are validated on the middle of
+every picture after every epoch. Convolutions round what they multiply to 10 bits, as torch has it by itself on a GPU and
+as meshrun calls tf32. One thing differs: meshrun cuts random parts out of the middle square of a picture, which it
+decodes once.
 
 The ratio is meshrun's time over the other's of the same round, the median over rounds.
 """
@@ -62,6 +63,7 @@ def experiment(images: Path = Path("pictures")) -> Experiment:
         augment=lambda batch, draws: random_flip(random_crop(batch, 224, draws, scale=(0.08, 1.0)), draws),
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=RATE, momentum=MOMENTUM),
         schedule=lambda step, _: FACTOR ** (step // len(train) // EVERY),
+        precision="tf32",
         batch=1,
         epochs=50,
     )

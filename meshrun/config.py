@@ -58,8 +58,10 @@ class RunConfig:
     micro: int | None = option(None, "Most samples that a rank computes at once; the rest is accumulated.")
     seed: int | None = option(None, "Decides initial weights and the order of samples.")
     clip: float | None = option(None, "Largest norm of the global gradient; inf for none.")
-    precision: Literal["fp32", "bf16", "float8"] | None = option(
-        None, "bf16 computes in bfloat16 with fp32 weights kept; float8 also has linear layers in 8 bits."
+    precision: Literal["fp32", "tf32", "bf16", "float8"] | None = option(
+        None,
+        "tf32 multiplies with 10 bits on GPUs; bf16 computes in bfloat16 with fp32 weights kept; float8 also has "
+        "linear layers in 8 bits.",
     )
     recompute: str = option(
         "auto", "Activations computed twice to save memory: auto, none, full, selective, or every-K."

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-PRECISIONS = ("fp32", "bf16", "float8")
+PRECISIONS = ("fp32", "tf32", "bf16", "float8")
+
+
+def in_halves(precision: str) -> bool:
+    """Whether matrices are stored and multiplied in bfloat16, or in less."""
+    return precision in ("bf16", "float8")
 
 
 class MapDataset(Protocol):
@@ -135,7 +140,8 @@ class Experiment:
     clip: float | None = None
     """Largest norm of the global gradient."""
     precision: str = "fp32"
-    """fp32; bf16: computed in bfloat16, weights and sums kept in fp32; float8: linear layers in 8 bits beside that."""
+    """fp32; tf32: the same, but GPUs round to 10 bits what they multiply; bf16: computed in bfloat16, weights and sums
+    kept in fp32; float8: linear layers in 8 bits beside that."""
     micro: int | None = None
     """Most samples that a rank computes at once; the rest is accumulated."""
     seed: int = 0

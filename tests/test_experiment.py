@@ -100,7 +100,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"clip": 0}, "clip is 0; it must be above 0, or inf for none (--clip)"),
     ({"clip": -1.0}, "clip is -1.0; it must be above 0, or inf for none (--clip)"),
     ({"clip": "1"}, "clip is '1'; it must be above 0, or inf for none (--clip)"),
-    ({"precision": "fp16"}, "precision is 'fp16'; it must be one of fp32, bf16, float8 (--precision)"),
+    ({"precision": "fp16"}, "precision is 'fp16'; it must be one of fp32, tf32, bf16, float8 (--precision)"),
     ({"schedule": "cosine"}, "schedule is 'cosine' of type str; it must be a Schedule or a function of (step, steps)"),
 ]
 

@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import flop_registry
 
 from meshrun.data.order import Order
-from meshrun.experiment import Experiment
+from meshrun.experiment import Experiment, in_halves
 from meshrun.kernels.eightbit import BLOCK, LEAST
 from meshrun.parallel.demands import demands_of
 from meshrun.parallel.placed import call
@@ -56,7 +56,7 @@ class Counts:
 def count(experiment: Experiment, device: torch.device, states: str = "fp32") -> Counts:
     """Trace a step of the experiment's first batch; `states` is how the optimizer keeps its moments."""
     model = demands_of(experiment).model
-    short = experiment.precision != "fp32"
+    short = in_halves(experiment.precision)
     for parameter in model.parameters():
         if short and parameter.dim() >= 2 and parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from meshrun.check.bench_count import Counts
+from meshrun.experiment import in_halves
 
 HALF = 0.5
 """Of a step, from which on something is said to bound it."""
@@ -142,7 +143,7 @@ def _si(number: float) -> str:
 def measured(device: torch.device, precision: str) -> Device:
     """Measure a device, in some seconds."""
     on_gpu = device.type == "cuda"
-    kind = torch.float32 if precision == "fp32" else torch.bfloat16
+    kind = torch.bfloat16 if in_halves(precision) else torch.float32
     name = torch.cuda.get_device_name(device) if on_gpu else _cpu()
     size = 8192 if on_gpu else 768
     a, b = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))

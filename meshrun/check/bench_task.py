@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from meshrun.data.draws import SampleDraws
 from meshrun.data.order import Order
-from meshrun.experiment import Experiment, Schedule
+from meshrun.experiment import Experiment, Schedule, in_halves
 from meshrun.parallel.how import How
 from meshrun.parallel.placed import call
 
@@ -49,7 +49,7 @@ class Task:
     @property
     def bf16(self) -> bool:
         """Whether peers compute in bfloat16; none of them has float8 without other packages."""
-        return self.experiment.precision != "fp32"
+        return in_halves(self.experiment.precision)
 
     @cached_property
     def order(self) -> Order:

@@ -28,7 +28,7 @@ MARGIN = 10.0
 """How many times the twin's differences a layout's may be."""
 GROSS = 1e-3
 """A first step that differs by more than this was not only rounded differently."""
-TOLERANCE = {"fp32": 1e-5, "bf16": 1e-3, "float8": 1e-2}
+TOLERANCE = {"fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-3, "float8": 1e-2}
 """Where none is given, by precision. What ranks of tp add up was rounded on each, which no twin in one process does,
 and where one number is rounded otherwise, float8 makes an eighth of it."""
 DRIVEN_BY_NOISE = 1e-6

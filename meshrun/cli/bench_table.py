@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from meshrun.check.bench_roofline import Shares
     from meshrun.check.bench_side import Taken
 
-TOLERANCES = {"fp32": 1e-3, "bf16": 2e-2, "float8": 5e-2}
+TOLERANCES = {"fp32": 1e-3, "tf32": 1e-2, "bf16": 2e-2, "float8": 5e-2}
 """How far the first losses of sides may be from each other, relatively."""
 OF_DRAWS = 5e-2
 """And how much further where each draws a dropout of its own."""

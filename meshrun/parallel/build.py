@@ -30,7 +30,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from meshrun.experiment import Experiment
+from meshrun.experiment import Experiment, in_halves
 from meshrun.mesh import Here
 from meshrun.parallel import (
     choose,
@@ -69,7 +69,7 @@ from meshrun.parallel.vocabulary import takes_split
 def build(experiment: Experiment, here: Here, how: How) -> Placed:
     """The model on this rank's place in the mesh."""
     moment = Moment(experiment.seed)
-    cudnn = experiment.precision != "fp32" and sdpa.use_cudnn(here.device)
+    cudnn = in_halves(experiment.precision) and sdpa.use_cudnn(here.device)
     placed, ways = (
         _replicated(experiment, here, how, moment)
         if here.layout.dp == here.layout.size
@@ -100,7 +100,7 @@ def _replicated(experiment: Experiment, here: Here, how: How, moment: Moment) ->
     if how.sync_batchnorm and (mesh := here.submesh("dp")) is not None:
         sync_batchnorms(model, mesh.get_group())
     arithmetic = partial(computing, experiment.precision, here.device)
-    shortened = experiment.precision != "fp32"
+    shortened = in_halves(experiment.precision)
     return dp.apply(model, here, moment, arithmetic, how.compress, notes, shortened=shortened), ways
 
 
@@ -127,7 +127,7 @@ def _meshed(experiment: Experiment, here: Here, how: How, moment: Moment) -> tup
     if experiment.precision == "float8" and layout.fsdp > 1:
         for part in parts.values():
             float8_fsdp.gather_in_float8(part)
-    if experiment.precision != "fp32" and layout.fsdp == 1:
+    if in_halves(experiment.precision) and layout.fsdp == 1:
         kept = masters.shorten(*parts.values())
         held = [replace(each, master=kept.get(each.parameter)) for each in held]
     pipeline, cutting = _pipeline(experiment, here, parts, later, moment)
@@ -218,8 +218,11 @@ def _on_segments(model: nn.Module, own: list[tuple[int, str]], ways: Ways, momen
     modules = [(number, model.get_submodule(name)) for number, name in own] or [(0, model)]
     if ways.channels_last:
         compiled.channels_last(model)
-    if ways.compile.compile:
-        compiled.apply([module for _, module in modules], ways.compile.asked)
+    at_once = ways.whole and (ways.twice is None or ways.auto)
+    if at_once and ways.twice is not None:
+        ways.twice.settled = partial(_compile_now, model, modules, ways, moment)
+    elif ways.compile.compile:
+        compiled.apply([model] if at_once else [module for _, module in modules], ways.compile.asked)
     if ways.twice is None:
         return []
     recompute.apply(modules, ways.twice, moment)
@@ -229,6 +232,18 @@ def _on_segments(model: nn.Module, own: list[tuple[int, str]], ways: Ways, momen
     if not own and level != "full":
         return [f"the model has no segments: recompute {level} is for all of it (Experiment(segments=…))"]
     return []
+
+
+def _compile_now(
+    model: nn.Module, modules: list[tuple[int, nn.Module]], ways: Ways, moment: Moment, level: str
+) -> None:
+    """Compile a model, which was computed as it is written until it was known which segments are computed twice."""
+    assert ways.twice is not None
+    compiled.remove(model)
+    recompute.remove(modules)
+    compiled.apply([model] if level == "none" else [module for _, module in modules], ways.compile.asked)
+    if level != "none":
+        recompute.apply(modules, ways.twice, moment)
 
 
 def _nothing(part: nn.Module, last: bool) -> None:

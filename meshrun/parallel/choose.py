@@ -42,6 +42,8 @@ class Ways:
     """Whether that is left to us."""
     channels_last: bool
     """Whether images come with their channels last."""
+    whole: bool = False
+    """Whether code is compiled for all segments at once, should none be computed twice."""
 
     @property
     def by_segment(self) -> bool:
@@ -165,6 +167,7 @@ class Choosing:
         self.twice.level = max(self.here.gathered(level), key=LEVELS.index)
         self.twice.measured = None
         self._placed.chosen["recompute"] = self.twice.level
+        self.twice.settled(self.twice.level)
         text = None
         if self.twice.level != "none":
             whole = _gib(needed + sum(measured.kept().values()))
@@ -184,6 +187,7 @@ class Choosing:
             # Here, where the error no longer holds on to what the step has computed.
             self._forget()
             self.twice.level = self._placed.chosen["recompute"] = higher[0]
+            self.twice.settled(higher[0])
             self.tell(f"recompute is {higher[0]} from step {step + 1} on, which did not fit into memory")
 
     def _note(self, text: str | None) -> None:

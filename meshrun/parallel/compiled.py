@@ -106,7 +106,14 @@ def apply(segments: Sequence[nn.Module], asked: bool) -> None:
     _prepare(asked)
     worth = [each for each in segments if not _is_kernel(each)] or segments
     for segment in worth:
-        segment.forward = Compiled(segment.forward)
+        if not isinstance(segment.forward, Compiled):
+            segment.forward = Compiled(segment.forward)
+
+
+def remove(module: nn.Module) -> None:
+    """Let a module compute as before `apply`, if it was given to that."""
+    if isinstance(vars(module).get("forward"), Compiled):
+        del module.forward
 
 
 class Compiled:
@@ -174,13 +181,12 @@ def convolves(model: nn.Module) -> bool:
 
 
 def channels_last(model: nn.Module) -> None:
-    """Let images come with their channels last, which is how a GPU convolves, and let cuDNN try what is fastest.
+    """Let images come with their channels last, which is how a GPU convolves.
 
     Weights stay as they are, so that nobody who saves, cuts or sends them needs to know: cuDNN turns them around, which
     is little beside a batch of images.
     """
     model.register_forward_pre_hook(_ordered, with_kwargs=True)
-    torch.backends.cudnn.benchmark = True
 
 
 def _ordered(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -37,9 +37,9 @@ MULTIPLE = 16
 """What sizes of matrices must be a multiple of."""
 SCALING = "row"
 """What of inputs and gradients has one scale: "row" for a token, "tensor" for all of a micro-batch."""
-FAST = frozenset({"outputs"})
+FAST = frozenset({"outputs", "inputs"})
 """Which of the products "outputs", "inputs", "weight" (the gradients of these) are added up with fewer bits, which is
-faster on Hopper. Gradients are added up further, and the weight's over all tokens at once."""
+faster on Hopper. The weight's gradient is not: it is added up over all tokens, and over the steps of a training."""
 TURNED_EARLY = True
 """Whether compiled code transposes inputs in the forward pass, where they are at hand, once for all layers that share
 them, and keeps them so. Else it computes them again in the backward pass where that is cheap: a byte less a number is

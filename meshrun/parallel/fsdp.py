@@ -26,6 +26,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
+from meshrun.experiment import in_halves
 from meshrun.layout import Layout
 from meshrun.mesh import Here
 
@@ -42,7 +43,7 @@ def apply(
     # Autocast keeps its own rules of what is computed how; only what travels and what is kept is decided here.
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        if precision != "fp32"
+        if in_halves(precision)
         else MixedPrecisionPolicy()
     )
     pin = mesh.device_type == "cuda"

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from meshrun.errors import WrongTarget
-from meshrun.experiment import Loss
+from meshrun.experiment import Loss, in_halves
 
 Score = Callable[[Any, Any], Loss]
 Asked = Callable[[], float]
@@ -256,4 +256,4 @@ def _norms_on_device(gradients: list[Tensor]) -> list[Tensor]:
 
 def computing(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """The arithmetic of forward passes."""
-    return torch.autocast(device.type, torch.bfloat16) if precision != "fp32" else nullcontext()
+    return torch.autocast(device.type, torch.bfloat16) if in_halves(precision) else nullcontext()

@@ -74,6 +74,8 @@ class Recomputing:
     compiled: bool = False
     measured: Measured | None = None
     """Filled with what segments would have kept, while it is there."""
+    settled: Callable[[str], None] = lambda _: None
+    """Told the level where it was left to us, once it is known and whenever it changes."""
 
     def covers(self, number: int) -> bool:
         return covers(self.level, number) and not (self.compiled and self.level == "selective")
@@ -112,6 +114,18 @@ def apply(segments: Sequence[tuple[int, nn.Module]], twice: Recomputing, moment:
             contexts = functools.partial(_contexts, twice, number, moment, norms)
             own = segment.forward if "forward" in vars(segment) else functools.partial(_by_its_class, segment)
             segment.forward = functools.partial(_forward, own, twice, number, contexts)
+
+
+def remove(segments: Sequence[tuple[int, nn.Module]]) -> None:
+    """Let segments compute as before `apply`."""
+    for _, segment in segments:
+        around = vars(segment).get("forward")
+        if isinstance(around, functools.partial) and around.func is _forward:
+            own = around.args[0]
+            if isinstance(own, functools.partial) and own.func is _by_its_class:
+                del segment.forward
+            else:
+                segment.forward = own
 
 
 def _by_its_class(segment: nn.Module, *inputs: Any, **named: Any) -> Any:

@@ -34,7 +34,7 @@ from meshrun.data.loader import Loader, StepData
 from meshrun.data.order import Order
 from meshrun.data.together import coming
 from meshrun.errors import RunFailed
-from meshrun.experiment import Experiment
+from meshrun.experiment import Experiment, in_halves
 from meshrun.mesh import Here, start
 from meshrun.parallel.build import build
 from meshrun.parallel.how import How
@@ -380,9 +380,11 @@ class Trainer:
 
 
 def _built(experiment: Experiment, here: Here, how: How) -> Placed:
-    if experiment.precision == "fp32":
+    if not in_halves(experiment.precision):
         # Convolutions on a GPU would round to 10 bits by default, and fp32 is to mean fp32.
-        torch.backends.cudnn.conv.fp32_precision = "ieee"  # type: ignore[attr-defined]
+        rounds = experiment.precision == "tf32"
+        torch.backends.cudnn.conv.fp32_precision = "tf32" if rounds else "ieee"  # type: ignore[attr-defined]
+        torch.set_float32_matmul_precision("high" if rounds else "highest")
     placed = build(experiment, here, how)
     if placed.chosen["compile"] and (lost := keep_compiled_code()) is not None:
         placed.notes.append(lost)

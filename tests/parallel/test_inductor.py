@@ -47,7 +47,7 @@ def test_gradients_of_such_a_sum_are_those_of_its_parts():
         how(lambda x, h, weight: x + F.linear(h, weight))(*leaves).float().square().sum().backward()
         grads.append([each.grad for each in leaves])
     for found, wanted in zip(*grads, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=0.02, atol=0.02)
+        assert (found - wanted).abs().max() < 0.02 * wanted.abs().max()
 
 
 def joined(graph: fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:

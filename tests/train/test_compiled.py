@@ -17,8 +17,10 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
 from meshrun import Here, mesh
-from meshrun.parallel import compiled, inductor
+from meshrun.parallel import choose, compiled, inductor
+from meshrun.parallel.choose import Ways
 from meshrun.parallel.how import How
+from meshrun.parallel.recompute import Recomputing
 from meshrun.train.loop import Trainer
 from tests.ranks import run_on_ranks
 from tests.train.small import small
@@ -172,6 +174,59 @@ def test_segments_are_compiled_for_their_shapes_until_these_are_many(monkeypatch
     for rows in range(2, 20):
         segments[0](torch.ones(rows, 3))
     assert shapes[6:] == [False] * (compiled.SHAPES - 2) + [True], "further ones share theirs"
+
+
+class Convolved(nn.Module):
+    """Blocks of different widths, on pictures of one line."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Narrow(1, 2), Narrow(2, 3)])
+        self.head = nn.Linear(15, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x[:, None, None]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.flatten(1))
+
+
+class Narrow(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.inner = nn.Conv2d(inputs, outputs, 3, padding=1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+@pytest.mark.parametrize(
+    ("room", "level", "count"), [(None, "none", 1), (1 << 40, "none", 1), (0, "full", 2)], ids=["asked", "room", "none"]
+)
+def test_a_convolutional_network_is_compiled_at_once_unless_parts_are_computed_twice(
+    room: int | None, level: str, count: int, alone: Here, monkeypatch: pytest.MonkeyPatch
+):
+    segments = {"segments": lambda model: [*model.blocks, model.head]}
+    experiment = small(24, 6, model=Convolved, **segments)
+    plain = Trainer(experiment, alone)
+    if room is not None:  # as with `--recompute auto` on a GPU
+        twice = Recomputing("full")
+        monkeypatch.setattr(choose, "ways", lambda choice, *_: Ways(choice, twice, auto=True, channels_last=False))
+        monkeypatch.setattr(choose, "OnDevice", lambda _: Roomy(room))
+    trainer = Trainer(experiment, alone, how=How(compile=True, recompute="none"))
+    list(plain.steps()), list(trainer.steps())
+    assert trainer.totals.losses == pytest.approx(plain.totals.losses, rel=1e-6)
+    assert (trainer.placed.chosen["recompute"], graphs()) == (level, count)
+
+
+class Roomy:
+    """Memory in which a step of a byte takes place, or not."""
+
+    def __init__(self, room: int) -> None:
+        self.begin = self.let_go = lambda: None
+        self.allocated, self.peak = (lambda: 0), (lambda: 1)
+        self.budget = lambda: room
+        self.is_recording = lambda: False
 
 
 def no_compiler(*_: object) -> None:
