@@ -30,6 +30,7 @@ LONG = (
     "tests/launch/test_local.py",
     "tests/launch/test_nodes.py",
     "tests/check/",
+    "tests/train/test_compiled.py",
 )
 """Where tests take longest. They come first: begun last, one such file keeps a worker busy when the other is done.
 Those that mostly wait, such as a job for its time limit, are beside others that compute."""

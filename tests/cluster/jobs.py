@@ -63,10 +63,11 @@ def state(cluster: Cluster, job: Job | int) -> str:
 
 def until(cluster: Cluster, job: Job | int, *states: str, seconds: float = 60.0) -> str:
     """Wait until a job is in one of these states."""
-    give_up = time.monotonic() + seconds
+    began = time.monotonic()
     while (now := state(cluster, job)) not in states:
-        assert time.monotonic() < give_up, f"job {job} is {now} and not {' or '.join(states)} after {seconds:g} s"
-        time.sleep(0.25)  # each question is three processes
+        waited = time.monotonic() - began
+        assert waited < seconds, f"job {job} is {now} and not {' or '.join(states)} after {seconds:g} s"
+        time.sleep(min(0.25 + waited / 20, 1.5))  # each question is three processes
     return now
 
 

@@ -40,7 +40,7 @@ PLACES = [
     pytest.param(OPENMPI, "openmpi", id="mpirun"),
     pytest.param(HYDRA, "pmi", id="mpiexec"),
 ]
-TRAINING = ("run", "digits", "--steps", 20, "--width", 16, "--no-tensorboard", "--json")
+TRAINING = ("run", "digits", "--steps", 20, "--width", 16, "--eval-first", 501, "--no-tensorboard", "--json")
 
 
 def skip_if_missing(launcher: tuple[str, ...]) -> None:

@@ -47,7 +47,7 @@ def test_sbatch_rejects_what_the_script_asks_wrongly(cluster: Cluster, tmp_path:
     assert cluster.run("ctl", ["sbatch", "--test-only", "job.sh"], cwd=tmp_path).returncode != 0
 
 
-DIGITS = ("digits", "--width", 32, "--steps", 12)
+DIGITS = ("digits", "--width", 32, "--steps", 12, "--eval-first", 100)
 
 
 def test_a_job_on_two_nodes_trains_to_the_losses_of_one_process(cluster: Cluster, tmp_path: Path):

@@ -21,9 +21,8 @@ HYDRA = ("mpiexec.hydra", "-n", "2")
 
 LAUNCHERS = [
     pytest.param((*TORCHRUN, "-m", "meshrun"), "torchrun", id="torchrun"),
-    # On two nodes of a cluster the same is shown by tests/cluster/test_launchers.py.
-    pytest.param((*OPENMPI, *MODULE), "openmpi", id="mpirun", marks=pytest.mark.every),
-    pytest.param((*HYDRA, *MODULE), "pmi", id="mpiexec", marks=pytest.mark.every),
+    pytest.param((*OPENMPI, *MODULE), "openmpi", id="mpirun"),
+    pytest.param((*HYDRA, *MODULE), "pmi", id="mpiexec"),
 ]
 
 
@@ -42,6 +41,7 @@ def of_one_process() -> dict[str, Any]:
         mesh.use(mesh.Meeting())
 
 
+@pytest.mark.every  # tests/train/test_ending.py has the same losses, and tests/cluster/test_launchers.py on two nodes
 @pytest.mark.parametrize(("launcher", "source"), LAUNCHERS)
 def test_two_ranks_train_as_one_job_to_the_losses_of_one_process(
     tmp_path: Path, launcher: tuple[str, ...], source: str, of_one_process: dict[str, Any]
@@ -90,6 +90,12 @@ def test_ranks_that_torchrun_starts_again_go_on_in_their_run_directory(tmp_path:
     ended = meshrun(tmp_path, "run", losing, *words, "--json", launcher=again)
     assert ended.status == 0, ended.err
     assert ended.document["run"] == "runs/losing-1" and len(ended.document["losses"]) == 10
+    assert [run.name for run in (tmp_path / "runs").iterdir() if not run.name.startswith(".")] == ["losing-1"]
+    starts = [events(tmp_path / "runs/losing-1", rank, "start")[-1] for rank in (0, 1)]
+    assert [(each["rank"], each["world"], each["source"]) for each in starts] == [
+        (0, 2, "torchrun"),
+        (1, 2, "torchrun"),
+    ]
     (resumed,) = events(tmp_path / "runs/losing-1", 0, "resumed")
     assert resumed["source"] == "a checkpoint" and resumed["step"] in (4, 6)
 
