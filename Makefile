@@ -8,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test every lint bench launchers
+.PHONY: setup demo test every lint collect bench launchers
 
 # Tests start many processes: none of them should compile what another one has.
 unexport PYTHONDONTWRITEBYTECODE
@@ -19,13 +19,16 @@ setup: .venv/ready
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "meshrun needs Python 3.11 or newer: make PYTHON=python3.11")'
 	@echo "setting up .venv (about a minute the first time)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(PIP) -e '.[tensorboard,dev]'
+	@$(PIP) --no-compile -e '.[tensorboard,dev]'
 	@touch $@
 
 demo: setup
 	@$(BIN)/meshrun run digits --procs 2
 
-test: setup launchers lint
+# What does not need each other is done at once, on two cores.
+test:
+	@$(MAKE) --no-print-directory -j 2 setup launchers
+	@$(MAKE) --no-print-directory -j 2 lint collect
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 every: setup launchers
@@ -35,6 +38,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Compiles what tests import, and tests themselves: else each worker would do so, since all begin at once.
+collect: setup
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null || true
 
 bench: setup
 	@$(PIP) -e '.[peers]'
