@@ -14,6 +14,7 @@ a ratio is the median over rounds of what meshrun does in a second over what the
 - image: the image job of image_job.py, end to end.
 - start: from the command to the end of the first step of the billion, with an empty and with a filled compile cache.
 - rank: one rank of 64 of the Llama of 8 billion, whose other ranks are made up (`meshrun bench rank`).
+- largest: a step of about the largest Llama that one card can train, with all that saves memory.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from typing import Any
 
 import torch
 from common import print_table
-from h200_sides import EXPERIMENTS, PACKAGES, SIDES, device_of, imports_of
+from h200_sides import EXPERIMENTS, PACKAGES, SIDES, device_of, imports_of, largest
 
 from meshrun.check.bench_count import count
 from meshrun.check.bench_process import Process
@@ -299,6 +300,12 @@ def rank_part(options: argparse.Namespace) -> Found:
     return rows, found
 
 
+def largest_part(options: argparse.Namespace) -> Found:
+    with Process(device_of(options.tiny)) as process:
+        row: dict[str, Any] = process.ask(largest, options.tiny, options.steps)
+    return [{"side": "meshrun", **row}], {"largest_parameters": row["parameters"]}
+
+
 PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
     "llama": llama_part,
     "t5": t5_part,
@@ -306,12 +313,14 @@ PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
     "image": image_part,
     "start": start_part,
     "rank": rank_part,
+    "largest": largest_part,
 }
 
 
 def show(part: str, rows: list[dict[str, Any]], found: dict[str, float | None], seconds: float) -> None:
     """A part as a table, and its ratios."""
     columns = {
+        "parameters": "{:,}",
         "tokens_per_s": "{:,.0f}",
         "samples_per_s": "{:,.1f}",
         "of_peak": "{:.3f}",

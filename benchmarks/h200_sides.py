@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from meshrun import Experiment, cross_entropy
 from meshrun.check import bench_peers as peers
+from meshrun.check.bench_rank import tokens_of
 from meshrun.check.bench_task import Side, Task
 from meshrun.parallel.how import How
 from meshrun.parallel.placed import call
@@ -75,6 +77,41 @@ class InBf16(Plain):
 def llama_experiment(tiny: bool, precision: str = "bf16") -> Experiment:
     made = llama.experiment(preset="tiny", context=32, dropout=0.0) if tiny else llama.experiment(preset="1b")
     return replace(made, batch=4 if tiny else 16, precision=precision, evals={}, after=None)
+
+
+LARGEST = llama.Shape(32_000, 6144, layers=40, heads=48, kv_heads=8, ffn=16_384, context=2048, theta=5e5)
+"""About what one card of 139 GiB can train: 8 bytes a parameter, and little beside them."""
+
+
+def largest_experiment(tiny: bool) -> Experiment:
+    made = llama.experiment(preset="tiny", context=32) if tiny else llama.experiment(preset="1b")
+    shape = llama.PRESETS["tiny"] if tiny else LARGEST
+    changes: dict[str, Any] = {"model": lambda: llama.Llama(shape), "clip": None, "evals": {}, "after": None}
+    return replace(made, **changes, batch=4 if tiny else 1, precision="bf16")
+
+
+SPARING = replace(DEFAULTS, states="8bit", update_in_backward=True)
+"""What takes least memory: moments in 8 bits, and no gradient longer than it is needed."""
+
+
+def largest(tiny: bool, steps: int) -> dict[str, Any]:
+    """What a step of the largest model takes; called in a process of its own."""
+    experiment, device = largest_experiment(tiny), device_of(tiny)
+    how = replace(SPARING, compile=False, states="fp32") if tiny else SPARING
+    side = peers.Told(Task(experiment, how, device, workers=0).lasting(1000))
+    losses = [float(next(side).loss) for _ in range(3)]
+    began = time.perf_counter()
+    losses += [float(each.loss) for each in itertools.islice(side, steps)]
+    seconds = (time.perf_counter() - began) / steps
+    return {
+        "parameters": side.parameters,
+        "batch": experiment.batch,
+        "tokens_per_s": experiment.batch * tokens_of(experiment.train[0][0]) / seconds,
+        "step_s": seconds,
+        "peak_gib": torch.cuda.max_memory_allocated() / (1 << 30) if device.type == "cuda" else None,
+        "losses": losses,
+        "chosen": side.chosen,
+    }
 
 
 class TransformersLlama(Task):

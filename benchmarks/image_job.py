@@ -8,8 +8,8 @@
 this job is taken from. Each side is a fresh process on the same files, timed from its start to its end, imports
 included. Both train torchvision's network with BatchNorm from random weights, with SGD and a rate that is a tenth after
 every 7 epochs, on parts of the pictures that are cut out and mirrored at random, and are validated on the middle of
-every picture after every epoch. Convolutions round what they multiply to 10 bits, as torch has it by itself on a GPU and
-as meshrun calls tf32. One thing differs: meshrun cuts random parts out of the middle square of a picture, which it
+every picture after every epoch. Convolutions round what they multiply to 10 bits, as torch by itself has it on a GPU:
+what meshrun calls tf32. One thing differs: meshrun cuts random parts out of the middle square of a picture, which it
 decodes once.
 
 The ratio is meshrun's time over the other's of the same round, the median over rounds.

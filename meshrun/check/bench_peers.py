@@ -80,6 +80,10 @@ class Told:
     def notes(self) -> list[str]:
         return self._placed.notes
 
+    @property
+    def parameters(self) -> int:
+        return sum(each.numel() for each in self._placed.model.parameters())
+
 
 def _steps(trainer: Trainer) -> Generator[Any]:
     yield from trainer.steps()
