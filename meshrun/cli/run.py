@@ -84,8 +84,12 @@ def _alone(asked: Asked, shown: bool = True) -> dict[str, Any]:
     with importing():
         from meshrun.cli.rank import run_script, work
 
-        if trains:
-            import torch._dynamo  # noqa: F401 - the first optimizer of a process imports it
+        if asked.config.compile:
+            import torch._dynamo  # noqa: F401 - while imports are made quickly
+        elif trains:
+            from meshrun.train.uncompiled import leave_out_the_compiler
+
+            leave_out_the_compiler()
     if opened is not None:
         opened.join()
 

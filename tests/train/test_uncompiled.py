@@ -1,0 +1,57 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+OPTIMIZERS = """
+import json, sys
+import torch
+from meshrun.train.uncompiled import leave_out_the_compiler
+
+if "without" in sys.argv:
+    leave_out_the_compiler()
+    leave_out_the_compiler()
+weights, hooked = [], []
+kinds = (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {}), (torch.optim.AdamW, {}), (torch.optim.RMSprop, {})
+for kind, options in kinds[: 4 if "all" in sys.argv else 3]:
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.randn(5))
+    optimizer = kind([parameter], lr=0.1, **options)
+    optimizer.register_step_post_hook(lambda *_: hooked.append(1))
+    for _ in range(3):
+        optimizer.zero_grad()
+        (parameter**3).sum().backward()
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert parameter.is_leaf and parameter.requires_grad
+    weights.append(parameter.tolist())
+print(json.dumps([weights, len(hooked), "torch._dynamo" in sys.modules]))
+"""
+
+
+def trained(*words: str) -> tuple[list[list[float]], int, bool]:
+    done = subprocess.run([sys.executable, "-c", OPTIMIZERS, *words], check=True, capture_output=True, timeout=120)
+    weights, hooked, compiler = json.loads(done.stdout)
+    return weights, hooked, compiler
+
+
+def test_optimizers_do_the_same_without_the_compiler_and_call_their_hooks() -> None:
+    assert trained() == (trained("without")[0], 9, True)
+    assert trained("without")[1:] == (9, False)
+
+
+def test_an_optimizer_that_needs_the_compiler_gets_it_and_all_go_on_as_before() -> None:
+    assert trained("without", "all") == trained("all")
+
+
+def test_a_training_that_compiles_nothing_does_not_import_the_compiler(tmp_path: Path) -> None:
+    words = ["run", "digits", "--steps", "2", "--eval-first", "5", "--device", "cpu", "--runs", str(tmp_path)]
+    program = (
+        "import atexit, sys\n"
+        "atexit.register(lambda: print('compiler' if 'torch._dynamo' in sys.modules else 'none', flush=True))\n"
+        "from meshrun.cli.main import main\n"
+        f"sys.argv[1:] = {words}\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=120, text=True)
+    assert done.stdout.splitlines()[-1] == "none"
