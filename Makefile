@@ -14,6 +14,7 @@ PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 unexport PYTHONDONTWRITEBYTECODE
 
 setup: .venv/ready
+	@:
 
 .venv/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "meshrun needs Python 3.11 or newer: make PYTHON=python3.11")'
