@@ -23,9 +23,10 @@ from torch import Tensor
 WORDS, DEGREE = 624, 19937
 GROUP = 16
 """A normal_ makes so many numbers of as many others."""
-RUN = (1 << 24) // WORDS * WORDS
+RUN = (1 << 25) // WORDS * WORDS
 """Draws of a thread at a time: enough that beginning elsewhere, 20 ms, is little beside them."""
-PIECE = 1 << 20
+PIECE = 1 << 23
+"""Draws of one call. After each a thread waits for its turn of Python, and whoever imports meanwhile has long turns."""
 
 Words = NDArray[np.uint32]
 
