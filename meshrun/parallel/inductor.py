@@ -8,33 +8,31 @@ Where torch's own choices aim at any program, others are better here:
   sum or maximum is known. torch reads it a second time from 1,025 numbers on.
 - What the backward pass multiplies with, and a few cheap operations make of what is kept anyway (an activation, a
   norm), is made again. Keeping it would take a third more memory for a hundredth of the time.
-- A segment that ends in `x + linear(h)` adds `x` where the product is rounded, and not in a pass over memory after it.
+- Linear layers that read the same are one product: see `joined`.
 - The gradient of a linear layer's inputs, where these are many more than its outputs, is computed with the weight
   transposed: the order that both factors then have in memory is the one for which GPUs multiply fastest.
 """
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 import torch._functorch.config
 import torch._inductor.config
-import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from meshrun.parallel.joined import join
 
 ROW = 16_384
 """Numbers of a row that is kept: what the registers of a multiprocessor hold."""
 LARGE = 1024
 """Rows and columns of factors from which on their order in memory is worth a copy of the weight."""
-_SUMS = (operator.add, torch.add, "add")
 _aten = torch.ops.aten
 
 
@@ -43,7 +41,7 @@ def backend(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
     torch._inductor.config.inductor_choices_class = Choices  # by the thread that asks first, which may be autograd's
     patches: dict[str, Any] = {}
     if any(isinstance(each, Tensor) and each.is_cuda for each in inputs):
-        add_where_rounded(graph)
+        join(graph)
         patches["post_grad_custom_pre_pass"] = WeightsTransposed()
     with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
         return compile_fx(graph, inputs, config_patches=patches, **options)
@@ -62,62 +60,6 @@ class Choices(InductorChoices):
     def uuid(self) -> str:
         """What sets code that is kept from earlier runs apart from code made by other choices."""
         return f"rows of {ROW}"
-
-
-def add_where_rounded(module: fx.GraphModule) -> int:
-    """Let a product's own kernel add what is added to it, where the sum is what the graph returns; says how often."""
-    graph = module.graph
-    (returned,) = (node.args[0] for node in graph.nodes if node.op == "output")
-    changed = 0
-    for node in list(returned) if isinstance(returned, tuple | list) else []:
-        if not isinstance(node, fx.Node) or node.target not in _SUMS or len(node.args) != 2 or node.kwargs:
-            continue
-        for linear, other in (node.args, node.args[::-1]):
-            found = _linear_of(linear)
-            if found is not None and isinstance(other, fx.Node) and _can_be_added(found, other):
-                _replace(graph, node, found, other)
-                changed += 1
-                break
-    if changed:
-        graph.eliminate_dead_code()
-        graph.lint()
-        module.recompile()
-    return changed
-
-
-def _linear_of(node: Any) -> fx.Node | None:
-    """The product that a node is, perhaps after a dropout that drops nothing; used by nobody else."""
-    while isinstance(node, fx.Node) and len(node.users) == 1:
-        if node.target is F.linear:
-            return node if node.args[2:] in ((), (None,)) and not node.kwargs else None
-        if node.target is not F.dropout or node.args[1:2] != (0.0,):
-            return None
-        node = node.args[0]
-    return None
-
-
-def _can_be_added(linear: fx.Node, other: fx.Node) -> bool:
-    """Whether all are plain tensors of one type, and what is added has a number for each of the product's."""
-    nodes: tuple[Any, ...] = (*linear.args[:2], linear, other)
-    values: list[Any] = [each.meta.get("example_value") for each in nodes]
-    if not all(isinstance(each, Tensor) for each in values):
-        return False
-    inputs, weight, product, added = values
-    plain = not any(is_traceable_wrapper_subclass(each) for each in values)
-    halves = {each.dtype for each in (inputs, weight, added)} == {torch.bfloat16}
-    return plain and halves and added.shape == product.shape and product.dim() > 1
-
-
-def _replace(graph: fx.Graph, node: fx.Node, linear: fx.Node, other: fx.Node) -> None:
-    inputs, weight = linear.args[:2]
-    with graph.inserting_before(node):
-        added = graph.call_method("flatten", (other, 0, -2))
-        rows = graph.call_method("flatten", (inputs, 0, -2))
-        columns = graph.call_method("t", (weight,))
-        total = graph.call_function(torch.addmm, (added, rows, columns))
-        whole = graph.call_method("view_as", (total, other))
-        whole.meta = dict(node.meta)
-    node.replace_all_uses_with(whole)
 
 
 class WeightsTransposed(CustomGraphPass):

@@ -1,0 +1,93 @@
+"""Linear layers that read the same become one product, and nothing else changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from meshrun.parallel import joined
+from meshrun.recipes import llama
+
+Numbers = list[Tensor]
+
+
+def results(forward: Callable[..., Tensor], inputs: Numbers, parameters: Numbers) -> Numbers:
+    """What a function gives, and the gradients of all that it reads."""
+    leaves = [each.clone().requires_grad_() for each in inputs]
+    found = forward(*leaves)
+    return [found.detach(), *torch.autograd.grad(found.square().sum(), [*leaves, *parameters])]
+
+
+def joined_in(forward: Callable[..., Tensor], inputs: Numbers, parameters: Numbers) -> int:
+    """How many layers become part of a product with others; what comes out must stay as it is."""
+    count: list[int] = []
+
+    def backend(graph: fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        count.append(joined.join(graph))
+        return graph.forward
+
+    torch._dynamo.reset()
+    wanted = results(forward, inputs, parameters)
+    for one, other in zip(results(torch.compile(forward, backend=backend), inputs, parameters), wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    return sum(count)
+
+
+@pytest.fixture
+def drawn() -> Callable[..., Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator)
+
+
+def test_a_block_of_the_llama_recipe_has_two_products_less_for_attention_and_one_for_what_follows():
+    torch.manual_seed(0)
+    block = llama.Block(replace(llama.PRESETS["tiny"], dropout=0.0))
+    assert joined_in(block.forward, [torch.randn(2, 8, 96)], list(block.parameters())) == 3 + 2
+
+
+def test_biases_are_joined_too(drawn: Callable[..., Tensor]):
+    one, other = nn.Linear(6, 4), nn.Linear(6, 3)
+    together = lambda x: torch.cat([one(x), other(x).tanh()], -1)  # noqa: E731
+    assert joined_in(together, [drawn(5, 6)], [*one.parameters(), *other.parameters()]) == 2
+
+
+@pytest.mark.parametrize(
+    ("why", "forward"),
+    [
+        ("they read different things", lambda x, a, b: F.linear(x, a) + F.linear(x.sin(), b)),
+        ("one is made in between", lambda x, a, b: F.linear(x, a) + F.linear(x, b * 2)),
+        ("only one has a bias", lambda x, a, b: F.linear(x, a, a[:, 0]) + F.linear(x, b)),
+    ],
+)
+def test_other_layers_stay_as_they_are(why: str, forward: Callable[..., Tensor], drawn: Callable[..., Tensor]):
+    assert joined_in(forward, [drawn(5, 6), drawn(4, 6), drawn(4, 6)], []) == 0, why
+
+
+@torch.no_grad()
+def test_what_is_changed_between_two_layers_is_read_twice(drawn: Callable[..., Tensor]):
+    def forward(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        x = x * 1
+        first = F.linear(x, a)
+        x.add_(1)
+        return first + F.linear(x, b)
+
+    count: list[int] = []
+
+    def backend(graph: fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        count.append(joined.join(graph))
+        return graph.forward
+
+    inputs = [drawn(5, 6), drawn(4, 6), drawn(4, 6)]
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(forward, backend=backend)(*inputs), forward(*inputs)) and count == [0]
+
+
+def test_large_layers_stay_as_they_are(drawn: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(joined, "SMALL", 23)
+    assert joined_in(lambda x, a, b: F.linear(x, a) + F.linear(x, b), [drawn(5, 6), drawn(4, 6), drawn(4, 6)], []) == 0
