@@ -19,10 +19,10 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
 from meshrun.errors import UserError
 from meshrun.parallel.dropout import Keyed, Moment, become_keyed, dropped, keeps
+from meshrun.parallel.dtensor import is_dtensor
 
 FUSED = {
     "q_proj_weight": ("in_proj_weight", 0, 3),
@@ -65,16 +65,16 @@ def split_heads(module: nn.MultiheadAttention, mesh: DeviceMesh, name: str = "")
     for new, (old, block, blocks) in FUSED.items():
         fused = getattr(keyed, old)
         if fused is not None:
-            setattr(keyed, new, _shard(fused, fused.chunk(blocks)[block], mesh, Shard(0)))
+            setattr(keyed, new, _shard(fused, fused.chunk(blocks)[block], mesh, 0))
             keyed.fused[new] = old, block, blocks
         elif (own := getattr(keyed, new, None)) is not None:
-            setattr(keyed, new, _shard(own, own, mesh, Shard(0)))
+            setattr(keyed, new, _shard(own, own, mesh, 0))
         else:
             keyed.register_parameter(new, None)
     keyed.register_parameter("in_proj_weight", None)
     keyed.register_parameter("in_proj_bias", None)
     out = keyed.out_proj
-    out.weight = _shard(out.weight, out.weight, mesh, Shard(1))
+    out.weight = _shard(out.weight, out.weight, mesh, 1)
     keyed.heads = mesh
     # nn.TransformerEncoder and its layers have fused kernels for evaluation that read in_proj_weight themselves.
     keyed._qkv_same_embed_dim = False
@@ -93,11 +93,13 @@ def _adds_keys(module: nn.MultiheadAttention) -> bool:
     return module.bias_k is not None or module.bias_v is not None or module.add_zero_attn
 
 
-def _shard(parameter: Tensor, whole: Tensor, mesh: DeviceMesh, placement: Shard) -> nn.Parameter:
-    """This rank's shard of a parameter, or of a block of it."""
-    mine = whole.detach().chunk(mesh.size(), placement.dim)[mesh.get_local_rank()]
+def _shard(parameter: Tensor, whole: Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
+    """This rank's shard of a parameter, or of a block of it, cut along a dimension."""
+    from torch.distributed.tensor import DTensor, Shard  # slow to import, and only for tp
+
+    mine = whole.detach().chunk(mesh.size(), dim)[mesh.get_local_rank()]
     mine = mine.clone(memory_format=torch.contiguous_format)
-    return nn.Parameter(DTensor.from_local(mine, mesh, [placement], run_check=False), parameter.requires_grad)
+    return nn.Parameter(DTensor.from_local(mine, mesh, [Shard(dim)], run_check=False), parameter.requires_grad)
 
 
 class KeyedAttention(Keyed, nn.MultiheadAttention):
@@ -240,7 +242,7 @@ class KeyedAttention(Keyed, nn.MultiheadAttention):
 
 
 def _local(parameter: Tensor) -> Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local() if is_dtensor(parameter) else parameter
 
 
 def _added(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -39,7 +39,6 @@ from meshrun.parallel import (
     decide,
     dp,
     float8,
-    float8_fsdp,
     fsdp,
     masters,
     memory,
@@ -125,6 +124,8 @@ def _meshed(experiment: Experiment, here: Here, how: How, moment: Moment) -> tup
             values.fill(plan, parts, held, here)
     notes += tp_hidden.hide_if_possible(demands.plan, here, ways.compile.compile)
     if experiment.precision == "float8" and layout.fsdp > 1:
+        from meshrun.parallel import float8_fsdp  # torch's fsdp comes with it, which is slow to import
+
         for part in parts.values():
             float8_fsdp.gather_in_float8(part)
     if in_halves(experiment.precision) and layout.fsdp == 1:

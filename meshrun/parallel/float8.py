@@ -28,10 +28,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from meshrun.errors import SharedError
 from meshrun.parallel import float8_product
+from meshrun.parallel.dtensor import is_dtensor
 from meshrun.parallel.float8_product import MULTIPLE
 
 LEAST = 1 << 20
@@ -98,8 +98,8 @@ def _qualifies(layer: nn.Linear) -> bool:
     if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer) or layer.weight is None:
         return False
     weight = layer.weight
-    part = weight._local_tensor if isinstance(weight, DTensor) else weight
-    if isinstance(weight, DTensor) and not (len(weight.placements) == 1 and weight.placements[0].is_shard()):
+    part = weight._local_tensor if is_dtensor(weight) else weight
+    if is_dtensor(weight) and not (len(weight.placements) == 1 and weight.placements[0].is_shard()):
         return False
     return part.numel() >= LEAST and not any(size % MULTIPLE for size in part.shape)
 
@@ -122,7 +122,7 @@ class InFloat8(nn.Linear):
     """The weight in float8 with the scales of its rows, where fsdp has gathered it so."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        if isinstance(self.weight, DTensor):
+        if is_dtensor(self.weight):
             return _on_parts(self, inputs)
         return float8_product.linear(inputs, self.weight, self.bias, self.gathered)
 
@@ -137,11 +137,13 @@ def _on_parts(layer: InFloat8, inputs: Any) -> Tensor:
     """As F.linear computes with DTensors: a weight cut by its outputs leaves outputs cut, one cut by its inputs a sum
     that is still to be made over ranks.
     """
+    from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard  # slow to import, only for tp
+
     weight: Any = layer.weight
     by_outputs = weight.placements[0].is_shard(0)
     last = Shard(inputs.dim() - 1)
     wanted: Placement = Replicate() if by_outputs else last
-    if not isinstance(inputs, DTensor):
+    if not is_dtensor(inputs):
         return F.linear(inputs, weight, layer.bias)  # torch's own sentence
     if inputs.placements != (wanted,):
         inputs = inputs.redistribute(placements=[wanted])

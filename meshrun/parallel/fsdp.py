@@ -19,16 +19,18 @@ from __future__ import annotations
 import itertools
 import statistics
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from meshrun.experiment import in_halves
 from meshrun.layout import Layout
 from meshrun.mesh import Here
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 def apply(
@@ -40,6 +42,9 @@ def apply(
     offload: bool,
 ) -> None:
     """Shard a model whose parameters may still be on the meta device."""
+    # Slow to import: only where it is used, for this file is also read where nothing is sharded.
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
     # Autocast keeps its own rules of what is computed how; only what travels and what is kept is decided here.
     policy = (
         MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -56,11 +61,11 @@ def apply(
         fully_shard(unit, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=kept)
         if all(isinstance(each, nn.Embedding) for each in unit):
             # The gradient of a table does not need its values.
-            cast(FSDPModule, unit[0]).set_unshard_in_backward(False)
+            cast("FSDPModule", unit[0]).set_unshard_in_backward(False)
     fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=kept)
     for unit, after in itertools.pairwise(units):
         # Asked for before this one computes. In the backward pass torch does so by itself.
-        cast(FSDPModule, unit[0]).set_modules_to_forward_prefetch([cast(FSDPModule, after[0])])
+        cast("FSDPModule", unit[0]).set_modules_to_forward_prefetch([cast("FSDPModule", after[0])])
 
 
 def mesh_of(here: Here) -> DeviceMesh:
@@ -107,7 +112,7 @@ def _shares_parameters(segment: nn.Module, model: nn.Module) -> bool:
 
 def accumulating(model: nn.Module, variant: str, last: bool) -> None:
     """Say before a micro-batch's backward pass whether it is the last one of the step."""
-    module = cast(FSDPModule, model)
+    module = cast("FSDPModule", model)
     module.set_is_last_backward(last)
     if variant == "zero1":
         module.set_requires_gradient_sync(last)
@@ -122,6 +127,8 @@ def before_backward(layout: Layout, part: nn.Module, last: bool) -> None:
 
 def settle(model: nn.Module) -> None:
     """Let go of whole parameters before the optimizer changes their parts: kept ones would be used once more, stale."""
+    from torch.distributed.fsdp import FSDPModule  # imported by then
+
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

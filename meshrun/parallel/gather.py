@@ -9,9 +9,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshrun.mesh import Here
+from meshrun.parallel.dtensor import is_dtensor
 from meshrun.parallel.placed import TYPES
 
 _HEADER = 16
@@ -19,7 +19,7 @@ _HEADER = 16
 
 def whole(parameter: nn.Parameter, part: Tensor, split_dim: int | None, here: Here) -> Tensor:
     """A parameter that fsdp has cut along dim 0 and, before that, tp along `split_dim`; this rank has `part` of it."""
-    if not isinstance(parameter, DTensor):
+    if not is_dtensor(parameter):
         return part.detach().cpu()
     tensor, shape = part.detach().cpu(), list(parameter.shape)
     split = here.submesh("tp") if split_dim is not None else None

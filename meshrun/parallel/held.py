@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshrun.parallel.attention import KeyedAttention
+from meshrun.parallel.dtensor import is_dtensor
 from meshrun.parallel.masters import local
 
 
@@ -93,7 +93,7 @@ def held_by(plain: nn.Module, parts: Mapping[int, nn.Module]) -> list[Held]:
 
 def _split_dim(parameter: Tensor) -> int | None:
     """The dimension along which tp has split a parameter: the last axis of its mesh is tp's."""
-    if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
+    if not is_dtensor(parameter) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
         return None
     placement = parameter.placements[-1]
     return placement.dim if placement.is_shard() else None  # type: ignore[attr-defined]

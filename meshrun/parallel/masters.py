@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
+from meshrun.parallel.dtensor import is_dtensor
 from meshrun.parallel.placed import Shard
 
 _TAKE_NO_OTHER_TYPE = (nn.Bilinear, parametrize.ParametrizationList)
@@ -60,7 +60,9 @@ def _shortened(parameter: nn.Parameter) -> nn.Parameter:
     """Make a parameter bf16, as the object that it is; returns its master, in the memory that it had."""
     master = nn.Parameter(local(parameter).detach(), requires_grad=parameter.requires_grad)
     short = master.detach().bfloat16()
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
+        from torch.distributed.tensor import DTensor  # imported by then
+
         wrapped = DTensor.from_local(
             short,
             parameter.device_mesh,
@@ -79,7 +81,7 @@ def _shortened(parameter: nn.Parameter) -> nn.Parameter:
 
 def local(tensor: Tensor) -> Tensor:
     """The memory that this rank holds of a tensor."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def collect(shards: Iterable[Shard]) -> None:

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshrun.layout import AXES
 from meshrun.mesh import Here
 from meshrun.parallel import buffers, cp, fsdp, gather, masters
+from meshrun.parallel.dtensor import is_dtensor
 from meshrun.parallel.held import Held
 from meshrun.parallel.masters import local
 from meshrun.parallel.pipeline import Pipeline
@@ -259,7 +259,7 @@ class Meshed:
         return [
             Source(held.name, held.parameter, held.parameter if held.master is None else held.master, shard.parameter)
             for held, shard in zip(self.trained, self.shards, strict=True)
-            if held.name not in late and not (isinstance(held.parameter, DTensor) and held.split_dim is None)
+            if held.name not in late and not (is_dtensor(held.parameter) and held.split_dim is None)
         ]
 
     def _begin_sums(self) -> None:
@@ -290,7 +290,7 @@ class Meshed:
 
 def _taken(parameter: nn.Parameter, partial: list[Tensor]) -> Tensor | None:
     """A parameter's gradient as a plain tensor; one that is still to be summed over tp is also added to `partial`."""
-    if parameter.grad is None or not isinstance(parameter, DTensor):
+    if parameter.grad is None or not is_dtensor(parameter):
         return parameter.grad
     gradient, parameter.grad = parameter.grad, None
     plain, is_partial = _plain_gradient(gradient, parameter)
@@ -301,9 +301,9 @@ def _taken(parameter: nn.Parameter, partial: list[Tensor]) -> Tensor | None:
 
 def _plain_gradient(gradient: Tensor, parameter: nn.Parameter) -> tuple[Tensor, bool]:
     """A gradient without any wrapping, and whether it is still to be summed over tp."""
-    if not isinstance(gradient, DTensor):
+    if not is_dtensor(gradient):
         return gradient, False
-    assert isinstance(parameter, DTensor)
+    assert is_dtensor(parameter)
     if gradient.placements == parameter.placements:
         return gradient.to_local(), False
     if len(gradient.placements) == 1 and gradient.placements[0].is_partial() and parameter.placements[0].is_replicate():
@@ -313,7 +313,7 @@ def _plain_gradient(gradient: Tensor, parameter: nn.Parameter) -> tuple[Tensor, 
 
 def _plain(parameter: nn.Parameter) -> nn.Parameter:
     """A parameter without any wrapping, in the same memory."""
-    return nn.Parameter(local(parameter).detach()) if isinstance(parameter, DTensor) else parameter
+    return nn.Parameter(local(parameter).detach()) if is_dtensor(parameter) else parameter
 
 
 def _ties(here: Here, held: list[Held]) -> dict[str, tuple[tuple[int, ...], dist.ProcessGroup | None]]:

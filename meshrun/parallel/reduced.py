@@ -24,9 +24,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from meshrun.errors import RunFailed
+from meshrun.parallel.dtensor import is_dtensor
 
 BUCKET = 25 << 20
 """Bytes of gradients that travel together."""
@@ -47,8 +47,8 @@ class Source:
     def is_here(self) -> bool:
         """Whether this rank has its gradient without asking others."""
         gradient = self.collects.grad
-        if isinstance(gradient, DTensor):
-            assert isinstance(self.collects, DTensor)
+        if is_dtensor(gradient):
+            assert is_dtensor(self.collects)
             return gradient.placements == self.collects.placements
         return gradient is not None
 
@@ -56,7 +56,7 @@ class Source:
         """The gradient, which is then nowhere else."""
         gradient, self.collects.grad = self.collects.grad, None
         assert gradient is not None
-        return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        return gradient.to_local() if is_dtensor(gradient) else gradient
 
     def rest(self) -> Tensor:
         """What was not sent during the backward pass, by then a plain tensor at its place."""

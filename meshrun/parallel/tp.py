@@ -31,17 +31,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 from meshrun.errors import UserError
 from meshrun.parallel.attention import split_heads
@@ -216,7 +208,7 @@ def _divides(number: int, ranks: int, what: str) -> None:
 
 def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, part: int, vocabulary_loss: bool) -> None:
     """Split a model whose parameters may still be on the meta device."""
-    styles: dict[str, ParallelStyle] = {}
+    styles: dict[str, str] = {}
     for name, style in plan.styles.items():
         module = model.get_submodule(name)
         if not any(True for _ in module.parameters()) and not isinstance(module, KeyedDropout) and style != "gather":
@@ -230,11 +222,13 @@ def apply(model: nn.Module, plan: Plan, mesh: DeviceMesh, part: int, vocabulary_
             elif style == "features":
                 module.part_of_features = (part, mesh.size())
         elif style != "features":
-            styles[name] = _style(style, vocabulary_loss)
+            styles[name] = style
     if styles:
-        parallelize_module(model, mesh, styles)
-    for name in styles:
-        if plan.styles[name] in _SUMMED_OR_GATHERED:
+        from meshrun.parallel.tp_styles import parallelize  # slow to import, and only to split
+
+        parallelize(model, mesh, styles, vocabulary_loss)
+    for name, style in styles.items():
+        if style in _SUMMED_OR_GATHERED:
             model.get_submodule(name).register_forward_hook(_waited_for)
 
 
@@ -246,51 +240,3 @@ def _waited_for(_: nn.Module, __: Any, outputs: Any) -> None:
     """
     if isinstance(outputs, AsyncCollectiveTensor):
         outputs.trigger_wait()
-
-
-def _style(style: str, vocabulary_loss: bool) -> ParallelStyle:
-    # Dim 1 of activations is the sequence.
-    sequence = Shard(1)
-    match style:
-        case "colwise":
-            return ColwiseParallel()
-        case "colwise_gather":
-            return ColwiseParallel(output_layouts=Replicate())
-        case "head" if vocabulary_loss:
-            return ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False)
-        case "head":
-            return ColwiseParallel(input_layouts=sequence, output_layouts=Replicate())
-        case "rowwise":
-            return RowwiseParallel()
-        case "rowwise_scatter":
-            return RowwiseParallel(output_layouts=sequence)
-        case "embedding":
-            return RowwiseParallel(input_layouts=Replicate())
-        case "embedding_scatter":
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=sequence)
-        case "sequence":
-            return SequenceParallel(use_local_output=True)
-        case _:
-            return _Gather()
-
-
-class _Gather(ParallelStyle):
-    """The first argument is put together along the sequence.
-
-    It stays a DTensor, so that its gradient is summed once, however many layers of the module use it.
-    """
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gathered(_: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            def put_together(part: Tensor) -> Tensor:
-                return DTensor.from_local(part, device_mesh, [Shard(1)], run_check=False).redistribute(
-                    placements=[Replicate()]
-                )
-
-            if inputs:
-                return (put_together(inputs[0]), *inputs[1:]), named
-            first = next(iter(named))
-            return inputs, {**named, first: put_together(named[first])}
-
-        module.register_forward_pre_hook(gathered, with_kwargs=True)
-        return module

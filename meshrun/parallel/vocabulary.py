@@ -11,15 +11,17 @@ logit of its target. The backward pass needs none, and no rank makes a wider cop
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from meshrun.experiment import Loss
 from meshrun.kernels.cross_entropy import softmax_gradient, softmax_rows
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Function = TypeVar("Function", bound=Callable[..., Loss])
 

@@ -11,11 +11,11 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from meshrun.errors import WrongTarget
 from meshrun.experiment import Loss, Metric
 from meshrun.kernels.cross_entropy import lean_cross_entropy
+from meshrun.parallel.dtensor import is_dtensor
 from meshrun.parallel.vocabulary import over_vocabulary, split_cross_entropy
 
 
@@ -30,7 +30,7 @@ def cross_entropy(outputs: Tensor, targets: Tensor) -> Loss:
 def token_cross_entropy(outputs: Tensor, targets: Tensor, ignore_index: int = -100) -> Loss:
     """Over tokens: outputs (N, T, vocabulary), targets (N, T); tokens equal to `ignore_index` do not count."""
     flat = targets.reshape(-1)
-    if isinstance(outputs, DTensor):
+    if is_dtensor(outputs):
         return Loss(split_cross_entropy(outputs, flat, ignore_index), (flat != ignore_index).sum())
     _refuse_no_classes(targets, outputs.shape[-1], ignore_index)
     logits = outputs.reshape(-1, outputs.shape[-1])

@@ -3,6 +3,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 OPTIMIZERS = """
 import json, sys
 import torch
@@ -44,14 +46,26 @@ def test_an_optimizer_that_needs_the_compiler_gets_it_and_all_go_on_as_before() 
     assert trained("without", "all") == trained("all")
 
 
-def test_a_training_that_compiles_nothing_does_not_import_the_compiler(tmp_path: Path) -> None:
+SLOW = (
+    "torch._dynamo",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.fx.experimental.symbolic_shapes",
+    "sympy",
+)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_training_in_one_process_that_compiles_nothing_imports_no_compiler_and_no_dtensors(
+    tmp_path: Path, precision: str
+) -> None:
     words = ["run", "digits", "--steps", "2", "--eval-first", "5", "--device", "cpu", "--runs", str(tmp_path)]
     program = (
-        "import atexit, sys\n"
-        "atexit.register(lambda: print('compiler' if 'torch._dynamo' in sys.modules else 'none', flush=True))\n"
+        "import atexit, json, sys\n"
+        f"atexit.register(lambda: print(json.dumps([each for each in {SLOW} if each in sys.modules]), flush=True))\n"
         "from meshrun.cli.main import main\n"
-        f"sys.argv[1:] = {words}\n"
+        f"sys.argv[1:] = {[*words, '--precision', precision]}\n"
         "main()\n"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=120, text=True)
-    assert done.stdout.splitlines()[-1] == "none"
+    assert json.loads(done.stdout.splitlines()[-1]) == []
