@@ -332,6 +332,11 @@ class _Recorder(TorchDispatchMode):
         self._outside: list[tuple[Tensor, Tensor]] = []  # tensors that no recorded operation made, and copies
         self._outside_bytes = 0
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler in order to keep it out, which it does under a mode anyway."""
+        return False
+
     def stop(self, reason: str) -> NoReturn:
         self.reason = self.reason or reason
         raise _CannotRecord(self.reason)

@@ -40,6 +40,11 @@ class Branches(TorchDispatchMode):
         self._held: list[Any] = []
         """All that the second branch reads: memory that is let go of is used anew by the first."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """torch would import its compiler in order to keep it out, which it does under a mode anyway."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, _types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

@@ -69,3 +69,23 @@ def test_a_training_in_one_process_that_compiles_nothing_imports_no_compiler_and
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=120, text=True)
     assert json.loads(done.stdout.splitlines()[-1]) == []
+
+
+def test_neither_a_model_without_values_nor_branches_of_a_backward_pass_import_them() -> None:
+    program = f"""
+import sys
+from contextlib import nullcontext
+import torch
+from meshrun.parallel.construct import blueprint
+from meshrun.train.branches import Branches
+
+plan = blueprint(lambda: torch.nn.Conv2d(3, 3, 1), seed=0)
+assert plan.reason is None and plan.model.weight.is_meta, plan.reason
+met = []
+with Branches(nullcontext, lambda: met.append(1)):
+    torch.nn.Conv2d(3, 3, 1)(torch.ones(1, 3, 2, 2, requires_grad=True)).sum().backward()
+assert met
+print([each for each in {SLOW} if each in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=120, text=True)
+    assert done.stdout == "[]\n"
