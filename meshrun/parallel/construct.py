@@ -366,7 +366,7 @@ class _Recorder(TorchDispatchMode):
         if "device" in asks:
             kwargs["device"] = META
         try:
-            outputs = func(*args, **kwargs)
+            outputs = _on_meta(func, args, kwargs)
         except Exception:
             self.stop(f"its constructor calls an operation that needs values ({func})")
         if torch.Tag.inplace_view not in func.tags:  # these change only where a tensor lies
@@ -544,6 +544,18 @@ def _written(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[st
             given = args[index] if index < len(args) else kwargs.get(argument.name)
             written += [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
     return written
+
+
+def _on_meta(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation does to tensors without values.
+
+    For `normal_` torch imports its compiler there: without values it is the same as any other that overwrites.
+    """
+    if func is torch.ops.aten.normal_.default and args[0].is_floating_point():
+        spread = args[2] if len(args) > 2 else kwargs.get("std", 1.0)
+        if spread >= 0:  # else torch says so
+            return torch.ops.aten.zero_.default(args[0])
+    return func(*args, **kwargs)
 
 
 @contextmanager

@@ -79,7 +79,7 @@ import torch
 from meshrun.parallel.construct import blueprint
 from meshrun.train.branches import Branches
 
-plan = blueprint(lambda: torch.nn.Conv2d(3, 3, 1), seed=0)
+plan = blueprint(lambda: torch.nn.Embedding(3, 3), seed=0)  # drawn from a normal distribution
 assert plan.reason is None and plan.model.weight.is_meta, plan.reason
 met = []
 with Branches(nullcontext, lambda: met.append(1)):
