@@ -37,11 +37,18 @@ def _is_bare(tensor: Tensor) -> bool:
 def give_memory(model: nn.Module, device: torch.device) -> None:
     """Put all of a model on a device, without values."""
     for _, tensor in _named(model):
-        notes, empty = vars(tensor), torch.empty_like(tensor, device=device)
+        notes, empty = vars(tensor), _empty_like(tensor, device)
         if isinstance(tensor, nn.Parameter):
             empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
         torch.utils.swap_tensors(tensor, empty.requires_grad_(tensor.requires_grad))
         vars(tensor).update(notes)
+
+
+def _empty_like(tensor: Tensor, device: torch.device) -> Tensor:
+    """As torch has it, which for a tensor without values imports an algebra system: not for one that lies in order."""
+    if tensor.layout is not torch.strided or not tensor.is_contiguous():
+        return torch.empty_like(tensor, device=device)
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

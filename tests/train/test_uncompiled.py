@@ -77,10 +77,13 @@ import sys
 from contextlib import nullcontext
 import torch
 from meshrun.parallel.construct import blueprint
+from meshrun.parallel.memory import cannot_stay, give_memory
 from meshrun.train.branches import Branches
 
-plan = blueprint(lambda: torch.nn.Embedding(3, 3), seed=0)  # drawn from a normal distribution
+plan = blueprint(lambda: torch.nn.Embedding(3, 3), seed=0, objection=cannot_stay)  # drawn from a normal distribution
 assert plan.reason is None and plan.model.weight.is_meta, plan.reason
+give_memory(plan.model, torch.device("cpu"))
+plan.fill(lambda name, values: plan.model.weight.data.copy_(values))
 met = []
 with Branches(nullcontext, lambda: met.append(1)):
     torch.nn.Conv2d(3, 3, 1)(torch.ones(1, 3, 2, 2, requires_grad=True)).sum().backward()
