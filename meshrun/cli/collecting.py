@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 
 SELDOM = (100_000, 50, 50)
@@ -33,5 +34,11 @@ def importing() -> Iterator[None]:
 
 
 def end() -> None:
-    """Let the process end as ever, with all that was registered for its end, but without looking for such objects."""
+    """Let the process end as ever, with all that was registered for its end, but without looking for such objects.
+
+    Where torch's compiler was used they are looked for now: its locks of files complain of being let go later.
+    """
+    if "filelock" in sys.modules:
+        gc.unfreeze()
+        gc.collect()
     gc.freeze()

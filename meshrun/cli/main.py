@@ -33,6 +33,7 @@ from meshrun.cli.target import recipes
 from meshrun.errors import CutOff, RunFailed, SharedError, StoppedByHand, UserError
 from meshrun.launch.job import WORTH_A_RESTART
 from meshrun.world import detect
+from meshrun.world.bytecode import keep_bytecode
 
 PATIENCE = 3.0
 """Seconds that a rank with nothing to say waits for the one that has."""
@@ -131,6 +132,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command line, and exit."""
     words = sys.argv[1:] if argv is None else argv
     as_json, debug = "--json" in words, "--debug" in words
+    keep_bytecode()
     try:
         status = _dispatch(words)
     except (UserError, RunFailed) as error:

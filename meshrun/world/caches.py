@@ -20,10 +20,15 @@ from meshrun.config import made_private
 CODE, KERNELS = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
 
-def compile_folder(env: Mapping[str, str]) -> Path | None:
-    """Where compiled code is kept for this user; None where they have no folder of their own."""
+def folder_of(env: Mapping[str, str], kind: str) -> Path | None:
+    """Where something is kept for this user; None where they have no folder of their own."""
     base = env.get("XDG_CACHE_HOME") or (f"{env['HOME']}/.cache" if env.get("HOME") else "")
-    return Path(base) / "meshrun" / "compile" if Path(base).is_absolute() else None
+    return Path(base) / "meshrun" / kind if Path(base).is_absolute() else None
+
+
+def compile_folder(env: Mapping[str, str]) -> Path | None:
+    """Where compiled code is kept."""
+    return folder_of(env, "compile")
 
 
 def keep_compiled_code() -> str | None:
