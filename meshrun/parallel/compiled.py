@@ -37,6 +37,16 @@ SHAPES = 4
 """Of what a segment is given, in training and in evaluation together, that it is compiled for one by one."""
 
 
+_CACHEABLE = (
+    "torch.amp.autocast_mode._enter_autocast",
+    "torch.amp.autocast_mode._exit_autocast",
+    "torch.nn.attention._backend_from_string",
+    "torch.nn.attention._sdpa_kernel",
+)
+"""What norms and attention switch around their arithmetic, which torch takes for something unknown: what is compiled of
+it would not be kept as a whole."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """Whether segments are compiled, and why."""
@@ -99,6 +109,8 @@ def _prepare(asked: bool) -> None:
     if hasattr(torch._functorch.config, "autograd_cache_allow_custom_autograd_functions"):
         # Such as float8's products, which are traced like all else.
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    for name in _CACHEABLE:
+        torch._inductor.config.unsafe_marked_cacheable_functions.setdefault(name, torch.__version__)
 
 
 def apply(segments: Sequence[nn.Module], asked: bool) -> None:

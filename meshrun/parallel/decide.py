@@ -29,14 +29,15 @@ def ways(experiment: Experiment, here: Here, how: How, model: nn.Module) -> Ways
     if how.compile is None and choice.compile:
         choice = compiled.if_much(choice, parameters, steps * experiment.batch)
     found = choose.ways(choice, how.recompute, here.device, model)
+    # Few samples are done before cuDNN has tried its kernels, of which those that round are many. And where a batch is
+    # no larger than the weights, to turn these around for each step costs more than such kernels save.
+    much = parameters * steps * experiment.batch >= compiled.ENOUGH_WORK
     if found.channels_last:
-        # cuDNN's kernels are tried where that pays: of those that round there are many, which takes seconds.
-        much = parameters * steps * experiment.batch >= compiled.ENOUGH_WORK
         torch.backends.cudnn.benchmark = much or experiment.precision == "fp32"
     return replace(
         found,
         # Convolutions that round nothing have their kernels for channels that come first.
-        channels_last=found.channels_last and experiment.precision != "fp32",
+        channels_last=found.channels_last and much and experiment.precision != "fp32",
         # Their blocks differ in width, so there is no code to share, and what is between two of them can be fused. With
         # other ranks, gradients must come one after the other, to be added up meanwhile.
         whole=choice.compile and here.size == 1 and compiled.convolves(model),

@@ -15,6 +15,8 @@ import torch._dynamo
 from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
+from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshrun import Here, mesh
 from meshrun.parallel import choose, compiled, inductor
@@ -143,6 +145,19 @@ class Block(nn.Module):
 
 def blocks() -> nn.Module:
     return nn.Sequential(Block(), Block(), Block(), nn.Linear(5, 3))
+
+
+def test_norms_and_attention_in_bf16_are_kept_for_the_next_start():
+    """What switches something around its arithmetic is nothing that torch would not keep."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def forward(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False), sdpa_kernel([SDPBackend.MATH]):
+            return nn.functional.scaled_dot_product_attention(x, x, x)
+
+    compiled._prepare(asked=True)
+    torch.compile(forward, backend=lambda graph, _: graphs.append(graph) or graph)(torch.ones(1, 1, 4, 4))
+    check_cacheable(graphs[0])
 
 
 class Wide(nn.Module):
