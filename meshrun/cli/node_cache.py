@@ -61,6 +61,11 @@ def use_node(
     cache.use(copies, memory / "shared" if memory is not None else None, note)
 
 
+def leave_node() -> None:
+    """After a run: nothing is copied or told any more, in a process that may go on."""
+    cache.use(None, None)
+
+
 def not_copied(config: RunConfig, data: Any) -> list[str]:
     """A sentence for a training set that `--cache` does nothing for: small files are copied no faster than read."""
     if config.cache == "none":

@@ -23,7 +23,7 @@ import torch
 
 from meshrun import mesh
 from meshrun.cli.configured import meeting_of, start_rank
-from meshrun.cli.node_cache import kept_on_node
+from meshrun.cli.node_cache import kept_on_node, leave_node
 from meshrun.cli.recorder import Recorder, Tell
 from meshrun.cli.target import Target, find, place_of
 from meshrun.cli.training import afterwards, hear_of_no_reader, train
@@ -135,6 +135,8 @@ def _work_in(run: RunDirectory, here: mesh.Here, target: Target, tell: Tell) -> 
         cut_off = _may_go_away(error) and not said
         kind = UserError if failed.by_user else CutOff if cut_off else RunFailed
         raise kind("" if said else failed.text) from error
+    finally:
+        leave_node()
     recorder("end")
     recorder.close()
     return result

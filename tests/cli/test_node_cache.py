@@ -10,8 +10,9 @@ import pytest
 from torch.utils.data import Subset
 
 from meshrun import ImageFolder, UserError
-from meshrun.cli.node_cache import copies_of, kept_on_node, make_private, not_copied
+from meshrun.cli.node_cache import copies_of, kept_on_node, leave_node, make_private, not_copied, use_node
 from meshrun.config import MEMORY, RunConfig, RunDirectory
+from meshrun.data import cache
 from meshrun.recipes.images import STAMPS
 from meshrun.world import disks
 
@@ -25,8 +26,8 @@ def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def config(cache: str) -> RunConfig:
-    return RunConfig("digits", cache=cache)
+def config(place: str) -> RunConfig:
+    return RunConfig("digits", cache=place)
 
 
 def test_copies_are_made_for_this_user_alone_and_go_with_the_run(node: Path, tmp_path: Path):
@@ -39,6 +40,16 @@ def test_copies_are_made_for_this_user_alone_and_go_with_the_run(node: Path, tmp
         (copies / "train.h5").write_text("data")
         make_private(copies)
     assert list(node.iterdir()) == []
+
+
+@pytest.mark.usefixtures("node")
+def test_after_a_run_nothing_of_it_is_used_or_told_any_more(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    said: list[str] = []
+    use_node(config("tmp"), RunDirectory(tmp_path / "runs/a-1"), None, None, said.append)
+    cache.note("one")
+    leave_node()
+    cache.note("other")
+    assert (said, cache.folder(), capsys.readouterr().err) == (["one"], None, "note: other\n")
 
 
 def test_of_an_image_folder_it_is_said_that_it_is_not_copied():
