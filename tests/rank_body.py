@@ -27,7 +27,7 @@ import pytest
 import torch.distributed as dist
 from _pytest.assertion.rewrite import rewrite_asserts
 
-from tests.ranks import Outcome, Request
+from tests.ranks import NotConnected, Outcome, Request
 
 
 def be_rank(number: int, module: ModuleType, request: Request, home: Path, pipe: Connection) -> None:
@@ -45,7 +45,10 @@ def be_rank(number: int, module: ModuleType, request: Request, home: Path, pipe:
         os.environ.update({"GLOO_SOCKET_IFNAME": "lo", **request.environ, "OMP_NUM_THREADS": "1"})
         store = dist.FileStore(str(home.parent / "store"), request.n)
         patience = timedelta(seconds=request.timeout + 60)  # the harness's limit strikes first, and says more
-        dist.init_process_group("gloo", store=store, rank=number, world_size=request.n, timeout=patience)
+        try:
+            dist.init_process_group("gloo", store=store, rank=number, world_size=request.n, timeout=patience)
+        except RuntimeError as error:
+            raise NotConnected(str(error)) from error
         find(module, request.qualname)(**pickle.loads(request.kwargs))
         outcome = Outcome(number, "ok")
     except BaseException as error:
