@@ -33,8 +33,9 @@ ENOUGH_PARAMETERS, ENOUGH_STEPS, ENOUGH_WORK = 5_000_000, 100, 400_000_000_000
 GRAPHS = 64
 """Graphs of one function. torch would stop at 8, but all blocks of a convolutional network are one function, and each
 width, with and without a shortcut, in training and in evaluation, is a graph of its own."""
-SHAPES = 4
-"""Of what a segment is given, in training and in evaluation together, that it is compiled for one by one."""
+SHAPES = {True: 2, False: 1}
+"""How many shapes of what it is given a segment is compiled for one by one, in training and in evaluation: that of a
+batch, and in training that of an epoch's last one. Where there are more, lengths vary, and each would take as long."""
 
 
 _CACHEABLE = (
@@ -140,18 +141,19 @@ class Compiled:
 
         self._exact = torch.compile(forward, backend=backend, dynamic=False)
         self._any = torch.compile(forward, backend=backend)
-        self._met: set[Any] = set()
+        self._met: dict[bool, set[Any]] = {True: set(), False: set()}
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         given = [each for each in (*inputs, *named.values()) if isinstance(each, Tensor)]
         # Compiled code takes what is still on its way from other ranks for something else, and gives wrong gradients.
         if any(isinstance(each, AsyncCollectiveTensor) for each in given):
             inputs, named = tree_map_only(AsyncCollectiveTensor, lambda each: each * 1, (inputs, named))
-        shapes = (torch.is_grad_enabled(), *(each.shape for each in given))
-        if shapes not in self._met:
-            if len(self._met) == SHAPES:
+        training, shapes = torch.is_grad_enabled(), tuple(each.shape for each in given)
+        met = self._met[training]
+        if shapes not in met:
+            if len(met) == SHAPES[training]:
                 return self._any(*inputs, **named)
-            self._met.add(shapes)
+            met.add(shapes)
         return self._exact(*inputs, **named)
 
 

@@ -188,7 +188,11 @@ def test_segments_are_compiled_for_their_shapes_until_these_are_many(monkeypatch
     assert shapes == [False] * 6, "each width and each number of rows has code of its own"
     for rows in range(2, 20):
         segments[0](torch.ones(rows, 3))
-    assert shapes[6:] == [False] * (compiled.SHAPES - 2) + [True], "further ones share theirs"
+    assert shapes[6:] == [True], "further ones share theirs"
+    with torch.no_grad():
+        for rows in (2, 3, 4, 5):
+            segments[1](torch.ones(rows, 4))
+    assert shapes[7:] == [False, True], "so do those of evaluation, but for the first"
 
 
 class Convolved(nn.Module):
