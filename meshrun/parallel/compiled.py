@@ -75,9 +75,14 @@ def chosen(asked: bool | None, layout: Layout, device: torch.device, parameters:
     return Choice(True, f"{parameters:,} parameters and {steps:,} steps on a GPU")
 
 
+def is_much(parameters: int, samples: int) -> bool:
+    """Whether so many samples are enough work for what takes seconds to be prepared."""
+    return parameters * samples >= ENOUGH_WORK
+
+
 def if_much(choice: Choice, parameters: int, samples: int) -> Choice:
     """The same where so many samples are much work; many small steps are soon done, and are replayed as graphs."""
-    if parameters * samples >= ENOUGH_WORK:
+    if is_much(parameters, samples):
         return choice
     return Choice(False, f"{samples:,} samples are too little work for {parameters:,} parameters to be compiled")
 

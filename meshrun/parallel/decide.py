@@ -25,13 +25,14 @@ def ways(experiment: Experiment, here: Here, how: How, model: nn.Module) -> Ways
     """How this model's segments compute here."""
     parameters = sum(each.numel() for each in model.parameters())
     steps = compiled.steps_of(experiment)
+    samples = steps * experiment.batch
     choice = compiled.chosen(how.compile, here.layout, here.device, parameters, steps)
     if how.compile is None and choice.compile:
-        choice = compiled.if_much(choice, parameters, steps * experiment.batch)
+        choice = compiled.if_much(choice, parameters, samples)
     found = choose.ways(choice, how.recompute, here.device, model)
     # Few samples are done before cuDNN has tried its kernels, of which those that round are many. And where a batch is
     # no larger than the weights, to turn these around for each step costs more than such kernels save.
-    much = parameters * steps * experiment.batch >= compiled.ENOUGH_WORK
+    much = compiled.is_much(parameters, samples)
     if found.channels_last:
         torch.backends.cudnn.benchmark = much or experiment.precision == "fp32"
     return replace(

@@ -7,7 +7,7 @@ Where torch's own choices aim at any program, others are better here:
 - A row of some thousand numbers (of a norm, of an activation that is then quantised) is read once and kept until its
   sum or maximum is known. torch reads it a second time from 1,025 numbers on.
 - What the backward pass multiplies with, and a few cheap operations make of what is kept anyway (an activation, a
-  norm), is made again. Keeping it would take a third more memory for a hundredth of the time.
+  norm), is made again. Keeping it takes a quarter more memory, and saved no time that could be seen.
 - Linear layers that read the same are one product: see `joined`.
 - The gradient of a linear layer's inputs, where these are many more than its outputs, is computed with the weight
   transposed: the order that both factors then have in memory is the one for which GPUs multiply fastest.

@@ -26,11 +26,6 @@ def folder_of(env: Mapping[str, str], kind: str) -> Path | None:
     return Path(base) / "meshrun" / kind if Path(base).is_absolute() else None
 
 
-def compile_folder(env: Mapping[str, str]) -> Path | None:
-    """Where compiled code is kept."""
-    return folder_of(env, "compile")
-
-
 def keep_compiled_code() -> str | None:
     """Let torch and triton keep what they compile, unless the user has said where; returns why it cannot be kept."""
     chosen, why = settings(os.environ)
@@ -47,7 +42,7 @@ def settings(env: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
     """The variables to set, or why compiled code is not kept; the folder is made."""
     if env.get(CODE) and not _is_torchs_own(Path(env[CODE])):
         return {}, None
-    folder, lost = compile_folder(env), "compiled code is not kept for the next run"
+    folder, lost = folder_of(env, "compile"), "compiled code is not kept for the next run"
     if folder is None:
         return {}, f"{lost}: there is no home directory ($HOME, $XDG_CACHE_HOME)"
     try:

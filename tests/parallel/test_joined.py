@@ -24,8 +24,8 @@ def results(forward: Callable[..., Tensor], inputs: Numbers, parameters: Numbers
     return [found.detach(), *torch.autograd.grad(found.square().sum(), [*leaves, *parameters])]
 
 
-def joined_in(forward: Callable[..., Tensor], inputs: Numbers, parameters: Numbers) -> int:
-    """How many layers become part of a product with others; what comes out must stay as it is."""
+def with_joined(forward: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], list[int]]:
+    """A function whose layers are joined, and how many were, a number a graph."""
     count: list[int] = []
 
     def backend(graph: fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
@@ -33,8 +33,14 @@ def joined_in(forward: Callable[..., Tensor], inputs: Numbers, parameters: Numbe
         return graph.forward
 
     torch._dynamo.reset()
+    return torch.compile(forward, backend=backend), count
+
+
+def joined_in(forward: Callable[..., Tensor], inputs: Numbers, parameters: Numbers) -> int:
+    """How many layers become part of a product with others; what comes out must stay as it is."""
     wanted = results(forward, inputs, parameters)
-    for one, other in zip(results(torch.compile(forward, backend=backend), inputs, parameters), wanted, strict=True):
+    compiled, count = with_joined(forward)
+    for one, other in zip(results(compiled, inputs, parameters), wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
     return sum(count)
 
@@ -77,15 +83,9 @@ def test_what_is_changed_between_two_layers_is_read_twice(drawn: Callable[..., T
         x.add_(1)
         return first + F.linear(x, b)
 
-    count: list[int] = []
-
-    def backend(graph: fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
-        count.append(joined.join(graph))
-        return graph.forward
-
     inputs = [drawn(5, 6), drawn(4, 6), drawn(4, 6)]
-    torch._dynamo.reset()
-    assert torch.equal(torch.compile(forward, backend=backend)(*inputs), forward(*inputs)) and count == [0]
+    compiled, count = with_joined(forward)
+    assert torch.equal(compiled(*inputs), forward(*inputs)) and count == [0]
 
 
 def test_large_layers_stay_as_they_are(drawn: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch):

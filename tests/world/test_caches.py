@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from meshrun.world.caches import CODE, KERNELS, compile_folder, settings
+from meshrun.world.caches import CODE, KERNELS, folder_of, settings
 
 
 def test_it_is_below_the_cache_directory_of_the_user(tmp_path: Path):
-    assert compile_folder({"HOME": "/home/me"}) == Path("/home/me/.cache/meshrun/compile")
-    assert compile_folder({"HOME": "/home/me", "XDG_CACHE_HOME": "/scratch/me"}) == Path("/scratch/me/meshrun/compile")
+    assert folder_of({"HOME": "/home/me"}, "compile") == Path("/home/me/.cache/meshrun/compile")
+    assert folder_of({"HOME": "/home/me", "XDG_CACHE_HOME": "/scratch/me"}, "compile") == Path(
+        "/scratch/me/meshrun/compile"
+    )
     found, why = settings({"XDG_CACHE_HOME": str(tmp_path)})
     folder = tmp_path / "meshrun" / "compile"
     assert (found, why) == ({CODE: str(folder), KERNELS: str(folder / "triton")}, None)
