@@ -38,6 +38,7 @@ def _shape(values: Tensor, *_: Tensor | None) -> Tensor:
 
 
 _LIBRARY = torch.library.Library("meshrun", "FRAGMENT")
-_LIBRARY.define("turned(Tensor values, Tensor? shares, Tensor? after) -> Tensor")
+# In whatever order they lie: compiled code would else make a copy for this one beside what others read.
+_LIBRARY.define("turned(Tensor values, Tensor? shares, Tensor? after) -> Tensor", tags=(torch.Tag.flexible_layout,))
 _LIBRARY.impl("turned", _turned, "CompositeExplicitAutograd")
 torch.library.register_fake("meshrun::turned", _shape, lib=_LIBRARY)

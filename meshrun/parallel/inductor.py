@@ -7,10 +7,14 @@ Where torch's own choices aim at any program, others are better here:
 - A row of some thousand numbers (of a norm, of an activation that is then quantised) is read once and kept until its
   sum or maximum is known. torch reads it a second time from 1,025 numbers on.
 - What the backward pass multiplies with, and a few cheap operations make of what is kept anyway (an activation, a
-  norm), is made again. Keeping it takes a quarter more memory, and saved no time that could be seen.
+  norm), is made again. Keeping it takes a quarter more memory, and saved no time that could be seen. Not so where
+  there are convolutions: to make their inputs again takes as long as many of them.
 - Linear layers that read the same are one product: see `joined`.
 - The gradient of a linear layer's inputs, where these are many more than its outputs, is computed with the weight
   transposed: the order that both factors then have in memory is the one for which GPUs multiply fastest.
+- Sums and maxima are computed by one kernel if they read mostly the same. torch has the gradients of all norms' weights
+  computed by one, which reads again what those of the norms' inputs have just read.
+- Heads that are put side by side as features are written there at once.
 """
 
 from __future__ import annotations
@@ -34,6 +38,8 @@ ROW = 16_384
 LARGE = 1024
 """Rows and columns of factors from which on their order in memory is worth a copy of the weight."""
 _aten = torch.ops.aten
+_VIEWS = {_aten.view.default, _aten.reshape.default}
+_CONVOLUTIONS = {getattr(torch, f"conv{kind}{size}d") for kind in ("", "_transpose") for size in (1, 2, 3)}
 
 
 def backend(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
@@ -42,13 +48,17 @@ def backend(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
     patches: dict[str, Any] = {}
     if any(isinstance(each, Tensor) and each.is_cuda for each in inputs):
         join(graph)
-        patches["post_grad_custom_pre_pass"] = WeightsTransposed()
-    with torch._functorch.config.patch(ban_recompute_materialized_backward=False):
+        patches["post_grad_custom_pre_pass"] = Rewritten()
+    with torch._functorch.config.patch(ban_recompute_materialized_backward=_convolves(graph)):
         return compile_fx(graph, inputs, config_patches=patches, **options)
 
 
+def _convolves(graph: fx.GraphModule) -> bool:
+    return any(node.target in _CONVOLUTIONS for node in graph.graph.nodes)
+
+
 class Choices(InductorChoices):
-    """torch's own, but for long rows."""
+    """torch's own, but for long rows and for what is computed together."""
 
     @staticmethod
     def should_use_persistent_reduction(features: Any, cooperative_reduction: bool) -> bool:
@@ -57,39 +67,81 @@ class Choices(InductorChoices):
             return torch._inductor.config.triton.persistent_reductions
         return InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
 
+    @staticmethod
+    def can_fuse_horizontal(scheduler: Any, one: Any, other: Any, shared: int) -> bool:
+        if not InductorChoices.can_fuse_horizontal(scheduler, one, other, shared):
+            return False
+        if not (one.is_reduction() and other.is_reduction()):
+            return True
+        reads, others = ({each.name for each in node.read_writes.reads} for node in (one, other))
+        return 2 * len(reads & others) > min(len(reads), len(others))
+
     def uuid(self) -> str:
         """What sets code that is kept from earlier runs apart from code made by other choices."""
-        return f"rows of {ROW}"
+        return f"rows of {ROW}, reductions that read alike"
 
 
-class WeightsTransposed(CustomGraphPass):
-    """Products of a long gradient with a wide weight, which a transposed copy of the weight makes faster."""
+class Rewritten(CustomGraphPass):
+    """A graph with some operations in another form."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
-            gradient, weight = (each.meta["val"] for each in node.args)
-            if self._pays(gradient, weight):
-                with graph.inserting_before(node):
-                    turned = graph.call_function(_aten.permute.default, (node.args[1], [1, 0]))
-                    turned.meta["val"] = weight.permute(1, 0)
-                    copy = graph.call_function(
-                        _aten.clone.default, (turned,), {"memory_format": torch.contiguous_format}
-                    )
-                    copy.meta["val"] = turned.meta["val"].clone(memory_format=torch.contiguous_format)
-                    back = graph.call_function(_aten.permute.default, (copy, [1, 0]))
-                    back.meta["val"] = copy.meta["val"].permute(1, 0)
-                node.replace_input_with(node.args[1], back)
-
-    @staticmethod
-    def _pays(gradient: Tensor, weight: Tensor) -> bool:
-        sizes = (*gradient.shape, *weight.shape)
-        if not all(isinstance(each, int) for each in sizes) or gradient.dtype != torch.bfloat16:
-            return False
-        (rows, summed), columns = gradient.shape, weight.shape[1]
-        # Both factors must lie row by row, and there must be much more of the gradient than of the weight.
-        by_rows = gradient.stride() == (summed, 1) and weight.stride() == (columns, 1)
-        return by_rows and summed >= LARGE and columns >= 2 * summed and rows >= 2 * columns
+        transpose_weights(graph)
+        put_heads_together(graph)
 
     def uuid(self) -> str:
         """Which version of it this is, for code that is kept from earlier runs."""
-        return f"weights transposed from {LARGE} on"
+        return f"weights transposed from {LARGE} on, heads put together"
+
+
+def transpose_weights(graph: fx.Graph) -> None:
+    """Products of a long gradient with a wide weight: a transposed copy of the weight makes them faster."""
+    for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
+        if _transposed_pays(*(each.meta["val"] for each in node.args)):
+            with graph.inserting_before(node):
+                turned = _called(graph, _aten.permute.default, node.args[1], [1, 0])
+                copy = _called(graph, _aten.clone.default, turned, memory_format=torch.contiguous_format)
+                back = _called(graph, _aten.permute.default, copy, [1, 0])
+            node.replace_input_with(node.args[1], back)
+
+
+def _transposed_pays(gradient: Tensor, weight: Tensor) -> bool:
+    sizes = (*gradient.shape, *weight.shape)
+    if not all(isinstance(each, int) for each in sizes) or gradient.dtype != torch.bfloat16:
+        return False
+    (rows, summed), columns = gradient.shape, weight.shape[1]
+    # Both factors must lie row by row, and there must be much more of the gradient than of the weight.
+    by_rows = gradient.stride() == (summed, 1) and weight.stride() == (columns, 1)
+    return by_rows and summed >= LARGE and columns >= 2 * summed and rows >= 2 * columns
+
+
+def put_heads_together(graph: fx.Graph) -> None:
+    """Heads first, features then: (…, heads, size) of some tensors put together and seen as (…, features).
+
+    Seen as features first, each would be computed in a place of its own and copied from there.
+    """
+    for node in graph.find_nodes(op="call_function", target=_aten.cat.default):
+        parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
+        shape = node.meta["val"].shape
+        if dim not in (-1, len(shape) - 1) or not all(each.target in _VIEWS for each in parts):
+            continue
+        heads = [each.args[0] for each in parts]
+        sizes = {each.meta["val"].shape[-1] for each in heads}
+        if len(sizes) == 1 and all(map(_merges_heads, parts)):
+            with graph.inserting_before(node):
+                together = _called(graph, _aten.cat.default, heads, len(shape) - 1)
+                node.replace_all_uses_with(_called(graph, _aten.reshape.default, together, list(shape)))
+            graph.erase_node(node)
+
+
+def _merges_heads(view: fx.Node) -> bool:
+    """Whether a view is of the last two dims as one."""
+    heads, features = view.args[0].meta["val"].shape, view.meta["val"].shape  # type: ignore[union-attr]
+    return len(heads) == len(features) + 1 and heads[:-2] == features[:-1]
+
+
+def _called(graph: fx.Graph, target: Any, *arguments: Any, **named: Any) -> fx.Node:
+    """An operation that is new in a graph, with what torch must know of its result."""
+    made = graph.call_function(target, arguments, named)
+    value = lambda each: each.meta["val"]  # noqa: E731
+    made.meta["val"] = target(*fx.map_arg(arguments, value), **named)
+    return made

@@ -92,14 +92,15 @@ def _replace(graph: fx.Graph, group: list[fx.Node]) -> None:
         if _bias(group[0]) is not None:
             bias = graph.call_function(torch.cat, ([_bias(each) for each in group],))
         whole = graph.call_function(F.linear, (_inputs(group[0]), weight, bias))
-        begin = 0
-        for each in group:
-            size = _weight(each).meta["example_value"].shape[0]
-            part = graph.call_function(torch.narrow, (whole, -1, begin, size))
+        # Cut in one: the gradients of parts are then written side by side, where each part's own would be filled up
+        # with zeros and added to the others.
+        sizes = [_weight(each).meta["example_value"].shape[0] for each in group]
+        parts = graph.call_function(torch.split, (whole, sizes, -1))
+        for number, each in enumerate(group):
+            part = graph.call_function(operator.getitem, (parts, number))
             # As if it had been computed alone; in compiled code that is mostly no copy but how the next one reads.
             own = graph.call_method("contiguous", (part,))
             own.meta = dict(each.meta)
             each.replace_all_uses_with(own)
-            begin += size
     for each in group:
         graph.erase_node(each)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch._dynamo
-from torch import Tensor
+import torch._functorch.config
+from torch import Tensor, fx, nn
+from torch._inductor.choices import InductorChoices
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from meshrun.parallel import inductor
@@ -18,7 +24,7 @@ def halves(*shape: int) -> Tensor:
 def transposed(gradient: Tensor, weight: Tensor) -> int:
     """How many weights of a product are transposed, which gives the same."""
     graph = make_fx(torch.mm, tracing_mode="fake")(gradient, weight)
-    inductor.WeightsTransposed()(graph.graph)
+    inductor.Rewritten()(graph.graph)
     graph.graph.lint()
     graph.recompile()
     assert torch.equal(graph(gradient, weight), gradient @ weight)
@@ -32,3 +38,62 @@ def test_wide_weights_are_transposed_for_long_gradients(monkeypatch: pytest.Monk
     assert transposed(halves(16, 8), halves(8, 16)) == 0, "there is too little to multiply it with"
     assert transposed(halves(64, 8), halves(16, 8).t()) == 0, "it already lies as it should"
     assert transposed(halves(64, 8).float(), halves(8, 16).float()) == 0, "it is not of halves"
+
+
+def heads(*counts: int) -> list[Tensor]:
+    return [halves(2, 3, count, 4) for count in counts]
+
+
+@pytest.mark.parametrize(
+    ("together", "read", "why"),
+    [
+        (lambda a, b: torch.cat([a.view(2, 3, -1), b.view(2, 3, -1)], -1), [(2, 3, 4, 4), (2, 3, 1, 4)], None),
+        (lambda a, b: torch.cat([a.view(2, -1, 4), b.view(2, -1, 4)], 1), None, "they are not put side by side"),
+        (lambda a, b: torch.cat([a.view(2, 3, -1), b.view(2, 3, -1) + 1], -1), None, "one is computed with before"),
+        (lambda a, b: torch.cat([a.view(2, 3, -1), b.view(2, 3, 2, 2).view(2, 3, -1)], -1), None, "sizes differ"),
+    ],
+)
+def test_heads_are_put_together_before_they_are_seen_as_features(
+    together: Callable[..., Tensor], read: list[tuple[int, ...]] | None, why: str | None
+):
+    given = heads(4, 1)
+    graph = make_fx(together, tracing_mode="fake")(*given)
+    inductor.Rewritten()(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    assert torch.equal(graph(*given), together(*given))
+    (cat,) = graph.graph.find_nodes(op="call_function", target=torch.ops.aten.cat.default)
+    found = [tuple(each.meta["val"].shape) for each in cat.args[0]]
+    assert (found == read) == (why is None), why
+
+
+@pytest.mark.parametrize(
+    ("reads", "others", "fused"),
+    [({"x", "dy", "scale"}, {"x", "dy"}, True), ({"x", "a", "b"}, {"x", "c"}, False), ({"x"}, {"x", "y"}, True)],
+)
+def test_sums_are_computed_together_if_they_read_mostly_the_same(
+    reads: set[str], others: set[str], fused: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(InductorChoices, "can_fuse_horizontal", staticmethod(lambda *_: True))
+
+    def node(names: set[str]) -> Any:
+        reading = SimpleNamespace(reads=[SimpleNamespace(name=name) for name in names])
+        return SimpleNamespace(is_reduction=lambda: True, read_writes=reading)
+
+    assert inductor.Choices.can_fuse_horizontal(None, node(reads), node(others), 1) == fused
+
+
+@pytest.mark.parametrize(("layer", "kept"), [(nn.Conv2d(3, 4, 3), True), (nn.Linear(8, 4), False)])
+def test_what_convolutions_read_is_kept_for_the_backward_pass(
+    layer: nn.Module, kept: bool, monkeypatch: pytest.MonkeyPatch
+):
+    found = []
+
+    def compile_fx(graph: fx.GraphModule, *_: Any, **__: Any) -> Callable[..., Any]:
+        found.append(torch._functorch.config.ban_recompute_materialized_backward)
+        return graph.forward
+
+    monkeypatch.setattr(inductor, "compile_fx", compile_fx)
+    torch._dynamo.reset()
+    torch.compile(lambda x: layer(x).relu(), backend=inductor.backend)(torch.randn(2, 3, 8, 8))
+    assert found == [kept]
