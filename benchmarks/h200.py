@@ -5,7 +5,9 @@
     python benchmarks/h200.py --tiny --parts llama,resnet   # the same code on a CPU, in a minute; figures mean nothing
 
 Sides take turns, each in a process of its own, `--steps` updates at a time, in an order that is drawn anew each round;
-a ratio is the median over rounds of what meshrun does in a second over what the other does in the same round. Parts:
+a ratio is the median over rounds of what meshrun does in a second over what the other does in the same round. `of_peak`
+is the share of what large matrix products reach for some milliseconds, `of_lasting` of what they reach for a second on
+end, when the card is at its limit of power. Parts:
 
 - llama: 1.1 billion parameters, 2,048 tokens, batch 16, AdamW: bf16 and float8 beside Fabric, Accelerate (as their
   documentation shows them, transformers' Llama), Fabric + compile, and bare torch, compiled, with fused AdamW.
@@ -151,12 +153,13 @@ def in_turns(part: str, options: argparse.Namespace) -> tuple[dict[str, Taken], 
 def about_of(part: str, tiny: bool) -> dict[str, Any]:
     """What a step consists of, and what the device can do."""
     experiment = EXPERIMENTS[part](tiny)
-    device = device_of(tiny)
+    device = measured(device_of(tiny), "bf16")
     return {
         "batch": experiment.batch,
         "tokens": tokens_of(experiment.train[0][0]),
         "flops": count(experiment, torch.device("cpu")).flops,
-        "peak": measured(device, "bf16").products,
+        "peak": device.products,
+        "lasting": device.lasting or device.products,
     }
 
 
@@ -170,6 +173,7 @@ def rows_of(taken: dict[str, Taken], about: dict[str, Any]) -> list[dict[str, An
                 "samples_per_s": side.rate,
                 "tokens_per_s": side.rate * about["tokens"] if side.rate and about["tokens"] else None,
                 "of_peak": about["flops"] / side.step_s / about["peak"] if side.step_s else None,
+                "of_lasting": about["flops"] / side.step_s / about["lasting"] if side.step_s else None,
                 "peak_gib": side.built.peak / GIB if side.built is not None and side.built.peak else None,
                 "first_step_s": side.built.first_step_s if side.built is not None else None,
                 "cpu_s_per_sample": side.cpu_s,
@@ -205,7 +209,9 @@ def llama_part(options: argparse.Namespace) -> Found:
         "float8_vs_fabric": times(taken, "meshrun float8", "fabric"),
         "memory_vs_fabric": share,
         "of_peak": ours["of_peak"],
+        "of_lasting": ours["of_lasting"],
         "peak_tflops": about["peak"] / 1e12,
+        "lasting_tflops": about["lasting"] / 1e12,
     }
 
 
@@ -324,6 +330,7 @@ def show(part: str, rows: list[dict[str, Any]], found: dict[str, float | None], 
         "tokens_per_s": "{:,.0f}",
         "samples_per_s": "{:,.1f}",
         "of_peak": "{:.3f}",
+        "of_lasting": "{:.3f}",
         "peak_gib": "{:.1f}",
         "first_step_s": "{:.1f}",
         "seconds": "{:.3f}",

@@ -41,6 +41,8 @@ class Device:
     """Seconds that the host needs to start an operation."""
     varied: float = 1.0
     """Times as long that the slowest try of the large product took as the fastest."""
+    lasting: float | None = None
+    """Operations a second of large products for a second on end, on a GPU: it has a limit of power, and then slows."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +124,9 @@ def _percent(share: float) -> str:
 def facts(counts: Counts, device: Device) -> list[str]:
     """The numbers that the shares are made of, a line each."""
     eight = f", {_si(device.float8)}FLOP/s in 8 bits" if device.float8 else ""
+    lasting = f" ({_si(device.lasting)}FLOP/s for a second on end)" if device.lasting else ""
     return [
-        f"{device.name}: {_si(device.products)}FLOP/s in large matrix products{eight}, "
+        f"{device.name}: {_si(device.products)}FLOP/s in large matrix products{lasting}{eight}, "
         f"{_si(device.bandwidth)}B/s of memory, {device.call_s * 1e6:.1f} µs to start an operation",
         f"a step: {_si(counts.products)}FLOP in matrix products, {_si(counts.attention)}FLOP in attention; "
         f"{_si(counts.traffic)}B through other operations (before any are fused), "
@@ -159,6 +162,7 @@ def measured(device: torch.device, precision: str) -> Device:
         bandwidth=2 * big.numel() / copied,
         call_s=_call_s(device),
         varied=max(tries) / min(tries),
+        lasting=2 * size**3 / _on_end(lambda: torch.mm(a, b), device) if on_gpu else None,
     )
 
 
@@ -192,6 +196,14 @@ def _tries(act: Callable[[], object], device: torch.device, times: int = 5, at_o
         _wait(device)
         found.append((time.perf_counter() - began) / at_once)
     return found[1:]
+
+
+def _on_end(act: Callable[[], object], device: torch.device, seconds: float = 1.0) -> float:
+    """Seconds of one after it was done for so long."""
+    began = time.perf_counter()
+    while time.perf_counter() - began < seconds:
+        _tries(act, device, times=1)
+    return min(_tries(act, device))
 
 
 def _call_s(device: torch.device, calls: int = 500) -> float:

@@ -27,7 +27,7 @@ from meshrun.check import bench_process
 from meshrun.check.bench_count import Counts, count
 from meshrun.check.bench_peers import MESHRUN, PEERS
 from meshrun.check.bench_rank import fitted, measured, resolved, tokens_of
-from meshrun.check.bench_roofline import Device, sentence, shares_of, unsteady
+from meshrun.check.bench_roofline import Device, facts, sentence, shares_of, unsteady
 from meshrun.check.bench_side import Built, Entry, Taken, Turn
 from meshrun.check.bench_task import OwnLoop, Task
 from meshrun.check.bench_turns import in_order, ratios, take_turns, to_be_let_go
@@ -290,6 +290,12 @@ def test_a_device_that_was_not_equally_fast_all_the_time_is_told():
     steady = Device("a", products=800e12, float8=None, bandwidth=4e12, call_s=5e-6, varied=1.1)
     assert unsteady(steady) is None
     assert "up to 2.4 times slower" in str(unsteady(dataclasses.replace(steady, varied=2.4)))
+
+
+def test_what_a_gpu_keeps_up_is_told_beside_its_peak():
+    counts = Counts(products=1e12, attention=0, traffic=1e9, optimizer=1e9, calls=100, parameters=10**6)
+    device = Device("a", products=790e12, float8=None, bandwidth=4e12, call_s=5e-6, lasting=680e12)
+    assert "790 TFLOP/s in large matrix products (680 TFLOP/s for a second on end)," in facts(counts, device)[0]
 
 
 @pytest.mark.parametrize("layout", ["fsdp=8", "dp=2,fsdp=4", "fsdp=4,tp=2"])
