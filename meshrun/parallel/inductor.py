@@ -73,12 +73,18 @@ class Choices(InductorChoices):
             return False
         if not (one.is_reduction() and other.is_reduction()):
             return True
-        reads, others = ({each.name for each in node.read_writes.reads} for node in (one, other))
-        return 2 * len(reads & others) > min(len(reads), len(others))
+        reads, others = _much_read(one), _much_read(other)
+        return 2 * len(reads & others) >= max(len(reads), len(others))
 
     def uuid(self) -> str:
         """What sets code that is kept from earlier runs apart from code made by other choices."""
         return f"rows of {ROW}, reductions that read alike"
+
+
+def _much_read(node: Any) -> set[str]:
+    """What a kernel reads, less what is small beside it; nothing is known of sizes that vary."""
+    sizes = {each.name: size for each in node.read_writes.reads if (size := each.get_numel()).is_number}
+    return {name for name, size in sizes.items() if 2 * size >= max(sizes.values())}
 
 
 class Rewritten(CustomGraphPass):

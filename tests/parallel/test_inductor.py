@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sympy
 import torch
 import torch._dynamo
 import torch._functorch.config
@@ -69,16 +70,23 @@ def test_heads_are_put_together_before_they_are_seen_as_features(
 
 @pytest.mark.parametrize(
     ("reads", "others", "fused"),
-    [({"x", "dy", "scale"}, {"x", "dy"}, True), ({"x", "a", "b"}, {"x", "c"}, False), ({"x"}, {"x", "y"}, True)],
+    [
+        ("x dy mean", "x dy", True),
+        ("x dy mean", "dy other variance", True),
+        ("x a b c", "x d", False),
+        ("x mean", "y mean", False),
+    ],
 )
 def test_sums_are_computed_together_if_they_read_mostly_the_same(
-    reads: set[str], others: set[str], fused: bool, monkeypatch: pytest.MonkeyPatch
+    reads: str, others: str, fused: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(InductorChoices, "can_fuse_horizontal", staticmethod(lambda *_: True))
+    small = {"mean", "variance"}
 
-    def node(names: set[str]) -> Any:
-        reading = SimpleNamespace(reads=[SimpleNamespace(name=name) for name in names])
-        return SimpleNamespace(is_reduction=lambda: True, read_writes=reading)
+    def node(names: str) -> Any:
+        sizes = {name: sympy.Integer(8 if name in small else 8000) for name in names.split()}
+        read = [SimpleNamespace(name=name, get_numel=lambda size=size: size) for name, size in sizes.items()]
+        return SimpleNamespace(is_reduction=lambda: True, read_writes=SimpleNamespace(reads=read))
 
     assert inductor.Choices.can_fuse_horizontal(None, node(reads), node(others), 1) == fused
 
