@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshrun.errors import UserError
-from meshrun.parallel.dropout import Keyed, Moment, become_keyed, dropped, keeps
+from meshrun.parallel.dropout import Keyed, become_keyed, dropped, keeps
 from meshrun.parallel.dtensor import is_dtensor
+from meshrun.parallel.moment import Moment
 
 FUSED = {
     "q_proj_weight": ("in_proj_weight", 0, 3),

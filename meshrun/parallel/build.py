@@ -54,11 +54,12 @@ from meshrun.parallel.attention import key_attentions
 from meshrun.parallel.batchnorm import sync_batchnorms
 from meshrun.parallel.choose import Ways
 from meshrun.parallel.demands import Demands, demands_of
-from meshrun.parallel.dropout import Moment, key_dropouts
+from meshrun.parallel.dropout import key_dropouts
 from meshrun.parallel.held import held_by
 from meshrun.parallel.how import How
 from meshrun.parallel.later import Later, put_off
 from meshrun.parallel.meshed import Meshed
+from meshrun.parallel.moment import Moment
 from meshrun.parallel.pipeline import Pipeline, Settings
 from meshrun.parallel.placed import Cutting, Placed, computing
 from meshrun.parallel.schedule import chunks_of
@@ -67,7 +68,7 @@ from meshrun.parallel.vocabulary import takes_split
 
 def build(experiment: Experiment, here: Here, how: How) -> Placed:
     """The model on this rank's place in the mesh."""
-    moment = Moment(experiment.seed)
+    moment = Moment(experiment.seed, device=here.device)
     cudnn = in_halves(experiment.precision) and sdpa.use_cudnn(here.device)
     placed, ways = (
         _replicated(experiment, here, how, moment)

@@ -28,7 +28,8 @@ from meshrun.errors import RunFailed
 from meshrun.experiment import Loss
 from meshrun.mesh import Here
 from meshrun.parallel import buffers, compress, masters
-from meshrun.parallel.dropout import Moment, draws
+from meshrun.parallel.dropout import draws
+from meshrun.parallel.moment import Moment
 from meshrun.parallel.placed import (
     Asked,
     Cutting,
@@ -70,7 +71,7 @@ def apply(
                 tensor.copy_(values)
     # What is compressed by matrices is compressed in fp32.
     short = masters.shorten(model) if shortened and compression != "powersgd" else {}
-    return Replicated(model, here, moment or Moment(), arithmetic, compression, list(notes), short)
+    return Replicated(model, here, moment or Moment(device=here.device), arithmetic, compression, list(notes), short)
 
 
 class Cargo(nn.Module):

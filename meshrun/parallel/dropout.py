@@ -6,8 +6,6 @@
         moment.step, moment.ids = step, ids    # before each forward pass: which samples are these?
         model(inputs)
 
-    checkpoint(block, x, use_reentrant=False, context_fn=lambda: replay(moment))     # recomputed with the same masks
-
 Whether an element is dropped is a hash of (seed, step, sample id, module name, how many times the module has been
 called in this forward pass, index of the element in its sample), so ranks that hold other samples, tokens or features
 draw what one process would. A sample's elements are seen as rows (all dims but the last) and columns (the last one):
@@ -17,96 +15,17 @@ Integers wrap the same way on every device.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import hashlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from meshrun.errors import RunFailed
+from meshrun.parallel.moment import Moment, Turn
 
 Part = tuple[int, int]
 """(part, parts): this part of that many equal, contiguous ones."""
-
-
-class Turn:
-    """How many times a module has been called in this forward pass.
-
-    The tensor is replaced and never changed: compiled code keeps it for the backward pass, in which it computes again
-    what was dropped.
-    """
-
-    def __init__(self, none: Tensor, count: Tensor) -> None:
-        self.none, self.count = none, count
-
-    def __int__(self) -> int:
-        return int(self.count)
-
-
-@dataclass(eq=False)
-class Moment:
-    """What is being computed now. All keyed modules of a model share one; the trainer assigns to its fields.
-
-    Assigning `step` or `ids` begins a forward pass: a module that is called twice in it drops other elements the second
-    time.
-    """
-
-    seed: int = 0
-    step: int | None = None
-    """None: nobody has said, and modules do what plain torch does."""
-    ids: Tensor | None = None
-    """The sample ids (int64) of the micro-batch, in its order; on the model's device they need not be sent there."""
-    positions: Tensor | None = None
-    """Under context parallelism: where in the sequence the tokens of this rank stand (dim 1 of activations)."""
-    length: int | None = None
-    """The length of the whole sequence where `positions` are given."""
-    key: Tensor | None = field(init=False, repr=False, default=None)
-    """Seed and step in one word. A tensor, like `turns`: compiled code need not be compiled again when it changes."""
-    turns: dict[str, Turn] = field(init=False, repr=False, default_factory=dict)
-    """How many times each module has been called in this forward pass."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
-        if name in ("seed", "step"):
-            known = getattr(self, "step", None) is not None
-            object.__setattr__(self, "key", word(f"{self.seed} {self.step}") if known else None)
-        if name in ("step", "ids"):
-            for turn in self.__dict__.get("turns", {}).values():
-                turn.count = turn.none
-
-    def copy(self) -> Moment:
-        """This moment, to be returned to when the original has moved on."""
-        copied = Moment(self.seed, self.step, self.ids, self.positions, self.length)
-        copied.turns = {name: Turn(turn.none, turn.count) for name, turn in self.turns.items()}
-        return copied
-
-    def restore(self, earlier: Moment) -> None:
-        """Return to a copy."""
-        self.seed, self.step, self.ids = earlier.seed, earlier.step, earlier.ids
-        self.positions, self.length = earlier.positions, earlier.length
-        for name, turn in self.turns.items():
-            turn.count = earlier.turns[name].count if name in earlier.turns else turn.none
-
-
-@contextlib.contextmanager
-def frozen(moment: Moment, at: Moment) -> Iterator[None]:
-    """Inside, the moment is what it was when `at` was copied from it."""
-    now = moment.copy()
-    moment.restore(at)
-    try:
-        yield
-    finally:
-        moment.restore(now)
-
-
-def replay(
-    moment: Moment,
-) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-    """The contexts of a forward pass and of its recomputation, as `torch.utils.checkpoint` wants them."""
-    return contextlib.nullcontext(), frozen(moment, moment.copy())
 
 
 def key_dropouts(model: nn.Module, moment: Moment) -> list[str]:
@@ -132,7 +51,6 @@ class Keyed(nn.Module):
     """What all modules have that draw by key."""
 
     moment: Moment
-    word: Tensor
     turn: Turn
 
     @property
@@ -142,10 +60,8 @@ class Keyed(nn.Module):
 
     @name.setter
     def name(self, name: str) -> None:
-        # Tensors, and no buffers: they neither move with the model nor are they saved with it.
         self.__dict__["_name"] = name
-        none = torch.zeros((), dtype=torch.int64)
-        self.word, self.turn = word(name), self.moment.turns.setdefault(name, Turn(none, none))
+        self.turn = self.moment.turn_of(name)
 
     def sample_words(self, x: Tensor) -> Tensor:
         """A 64-bit word for each sample of the micro-batch, other ones at the next call."""
@@ -153,9 +69,11 @@ class Keyed(nn.Module):
         if moment.ids is None:
             raise RunFailed(f"the module '{self.name}' draws random numbers by sample, but nobody said which ones: ids")
         assert moment.key is not None
-        words = mixed(moment.ids.to(x.device) * SAMPLE + (moment.key + self.word + self.turn.count * TURN))
-        self.turn.count = self.turn.count + 1
-        return words
+        word = moment.key + self.turn.now.word
+        if word.device.type != "cpu":  # a single number of the host goes with tensors of any device
+            word = word.to(x.device)
+        self.turn.now = self.turn.now.after()
+        return mixed(moment.ids.to(x.device) * SAMPLE + word)
 
     def misfit(self, x: Tensor, wanted: str) -> RunFailed:
         samples = 0 if self.moment.ids is None else len(self.moment.ids)
@@ -305,17 +223,11 @@ def dropped(x: Tensor, kept: Tensor, p: float) -> Tensor:
     return x * kept * (1 / (1 - p))
 
 
-# The odd constants are those of splitmix64, of Weyl sequences, and of a searched 32-bit hash with little bias
+# The odd constants are those of splitmix64, and of a searched 32-bit hash with little bias
 # (github.com/skeeto/hash-prospector), as signed numbers.
-SAMPLE, TURN = 0x2545F4914F6CDD1D, -0x61C8864680B583EB
+SAMPLE = 0x2545F4914F6CDD1D
 _MIX64 = (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)
 _MIX32 = (0x7FEB352D, 0x846CA68B - (1 << 32))
-
-
-def word(text: str) -> Tensor:
-    """64 bits that stand for a text."""
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    return torch.tensor(int.from_bytes(digest, "little", signed=True), dtype=torch.int64)
 
 
 def keeps(words: Tensor, rows: Tensor, columns: Tensor, p: float) -> Tensor:

@@ -26,8 +26,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from meshrun.mesh import Here
-from meshrun.parallel.dropout import Moment
 from meshrun.parallel.later import Later
+from meshrun.parallel.moment import Moment
 from meshrun.parallel.placed import TYPES, Piece, Score, as_sums, counted
 from meshrun.parallel.schedule import Action, orders
 

@@ -29,7 +29,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshrun.errors import UserError
-from meshrun.parallel.dropout import Moment, replay
+from meshrun.parallel.moment import Moment, replay
 
 _KEPT = [
     torch.ops.aten.mm.default,

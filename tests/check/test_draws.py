@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from meshrun.check.draws import Draw, find_draws
 from meshrun.parallel.attention import key_attentions
-from meshrun.parallel.dropout import Moment, key_dropouts
+from meshrun.parallel.dropout import key_dropouts
+from meshrun.parallel.moment import Moment
 
 HERE = Path(__file__)
 X = torch.ones(2, 4, 8)

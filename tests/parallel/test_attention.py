@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from meshrun import RunFailed, UserError
 from meshrun.parallel.attention import FUSED, KeyedAttention, key_attentions, split_heads
-from meshrun.parallel.dropout import Moment, key_dropouts
+from meshrun.parallel.dropout import key_dropouts
+from meshrun.parallel.moment import Moment
 
 B, L, S, E, H = 4, 5, 7, 16, 4
 TOLERANCE = 1e-6

@@ -16,8 +16,8 @@ from meshrun.layout import parse
 from meshrun.parallel.build import build
 from meshrun.parallel.choose import Choosing, fitting, ways
 from meshrun.parallel.compiled import Choice, chosen, if_much
-from meshrun.parallel.dropout import Moment
 from meshrun.parallel.how import How
+from meshrun.parallel.moment import Moment
 from meshrun.parallel.placed import Piece, nobody
 from meshrun.parallel.recompute import Measured, Recomputing, apply
 from meshrun.train.losses import cross_entropy

@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from meshrun import RunFailed
 from meshrun.parallel.attention import key_attentions
-from meshrun.parallel.dropout import KeyedDropout, Moment, frozen, hashed, key_dropouts, mixed, replay
+from meshrun.parallel.dropout import KeyedDropout, hashed, key_dropouts, mixed
+from meshrun.parallel.moment import Moment, frozen, replay
 
 B, T, D = 8, 6, 10
 IDS = torch.tensor([5, 3, 11, 0, 999_999_999_999, 7, 1, 2])
