@@ -174,9 +174,8 @@ class Replicated:
 
     def _loss(self, step: int, piece: Piece, loss: Score) -> Loss:
         self.moment.step = step
-        # A model that draws by them wants them on its device; sending them must not make the host wait.
-        ids = torch.tensor(piece.ids)
-        self.moment.ids = ids.to(self.here.device, non_blocking=True) if self._draws else ids
+        # A model that draws by them wants them on its device.
+        self.moment.ids = piece.ids_on(self.here.device) if self._draws else piece.id_tensor()
         found = self._computed(lambda: counted(self._forward(piece.inputs), piece, loss))
         self._copies_work = True
         return found

@@ -169,15 +169,14 @@ class _Run:
 
     def forward(self, step: int | None, action: Action) -> None:
         pipeline, piece = self.pipeline, self.pieces[action.piece]
-        settings, device = pipeline.settings, pipeline.here.device
+        settings = pipeline.settings
         received = self._incoming["F"].take(action.stage, action.piece) if action.stage else ()
         self.ready = time.perf_counter()
         training = self.scale is not None
         for each in received:
             each.requires_grad_(training and each.is_floating_point())
         pipeline.moment.step = step
-        # Sent so that the host does not wait.
-        pipeline.moment.ids = torch.tensor(piece.ids).to(device, non_blocking=True)
+        pipeline.moment.ids = piece.ids_on(pipeline.here.device)
         pipeline.moment.positions, pipeline.moment.length = piece.positions, piece.length
         part = pipeline.parts[action.stage]
         with settings.attention(), settings.arithmetic():

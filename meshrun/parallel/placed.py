@@ -42,6 +42,15 @@ class Piece:
     """Where this rank's tokens stand in the sequence, where that is split over ranks."""
     length: int | None = None
     """How long the sequence then is."""
+    sent: Tensor | None = None
+    """The ids on the model's device, where somebody has sent them there."""
+
+    def ids_on(self, device: torch.device) -> Tensor:
+        """The ids as a tensor; sending them does not make the host wait."""
+        return self.id_tensor().to(device, non_blocking=True) if self.sent is None else self.sent
+
+    def id_tensor(self) -> Tensor:
+        return torch.tensor(self.ids, dtype=torch.int64)
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,13 @@
 A step of a small model is hundreds of kernels of a few microseconds, and the host cannot start them as fast as the
 device does them. What is recorded is forward, backward, sums, norm and scaling of one step with all its micro-batches.
 Reading, changing pictures at random and the optimizer stay outside, so that learning rates and draws are never frozen.
+Dropout by key (`parallel/moment.py`) reads the step and the samples from memory that is written before each replay.
 
     some steps as always       what libraries choose by trying is settled after them, and how long a step takes known
     record one                 it was computed as always just before, on the same batch
     replay and compare         other numbers: as always for ever, and a note says so
-    replay from then on        now and then compared again; a batch of another form is computed as always
+    replay from then on        now and then compared again, and where there is dropout at the next step, whose masks are
+                               others; a batch of another form is computed as always
 
 What a recording would freeze or lose is noticed by what the step before it has done to the model and to the host's
 generators of random numbers: see `Before`.
@@ -29,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from meshrun.parallel.moment import Moment
 from meshrun.parallel.placed import Piece, Placed, norms
 from meshrun.train.branches import on_streams
 from meshrun.train.drawn import Drawn, draw_on
@@ -195,6 +198,8 @@ class Recording:
     found: Any
     gradients: list[tuple[nn.Parameter, Tensor]]
     replay: Callable[[], None]
+    moment: Moment | None = None
+    """Where it draws by key: of the `held` batches, the ids that were sent are read too."""
 
     def tensors_of(self, pieces: list[Piece], samples: int) -> list[Tensor] | None:
         """What `form_of` finds, for next to nothing, where the form is this one; None where only it can tell."""
@@ -208,7 +213,12 @@ class Recording:
                 return None
         return found
 
-    def __call__(self, tensors: list[Tensor]) -> Any:
+    def __call__(self, step: int, pieces: list[Piece], tensors: list[Tensor]) -> Any:
+        if self.moment is not None:
+            self.moment.step = step
+            for held, piece in zip(self.held, pieces, strict=True):
+                assert held.sent is not None
+                held.sent.copy_(piece.id_tensor(), non_blocking=True)
         for static, new in zip(self.inputs, tensors, strict=True):
             static.copy_(new, non_blocking=True)
         parameter, gradient = self.gradients[0]
@@ -245,7 +255,7 @@ class Before:
         self._model, self._device = placed.model, device
         self._buffers = [(name, each, each.detach().clone()) for name, each in self._model.named_buffers()]
         self._places = [each.data_ptr() for _, each, _ in self._buffers]
-        self._moment, self._numbers = getattr(placed, "moment", None), _numbers(self._model)
+        self._placed, self._numbers = placed, _numbers(self._model)
         self._drawn = Drawn.now(device)
 
     def objection(self) -> str | None:
@@ -257,8 +267,9 @@ class Before:
         for name, number in _numbers(self._model).items():
             if self._numbers.get(name, number) != number:
                 return f"the model changes the number {name} in a step"
-        # Masks are drawn by the number of the step: a recording would drop the same for ever.
-        if self._moment is not None and any(int(each) for each in self._moment.turns.values()):
+        # Masks are drawn by the number of the step: unless that is read on the device, the same is dropped for ever.
+        moment = drawing(self._placed)
+        if moment is not None and not (moment.in_place and moment.device == self._device):
             return "the model has dropout"
         if not replace(self._drawn, cuda=None).same(replace(Drawn.now(self._device), cuda=None)):
             return "random numbers are drawn on the host in a step"
@@ -269,6 +280,12 @@ class Before:
         for _, buffer, values in self._buffers:
             buffer.copy_(values)
         draw_on(self._drawn.tensors(), self._device)
+
+
+def drawing(placed: Placed) -> Moment | None:
+    """What the model has drawn by key from in its last forward pass; None if it has drawn nothing."""
+    moment: Moment | None = getattr(placed, "moment", None)
+    return moment if moment is not None and any(int(each) for each in moment.turns.values()) else None
 
 
 def _numbers(model: nn.Module) -> dict[str, float]:
@@ -324,11 +341,11 @@ class Graphed:
             if form != recording.form:
                 return self._as_always(step, pieces, samples)
         self._replayed += 1
-        if self._replayed % CHECK_EVERY:
-            return recording(tensors)
+        if self._replayed % CHECK_EVERY and (self._replayed > 1 or recording.moment is None):
+            return recording(step, pieces, tensors)
         before = Before(self._placed, self._device)
         expected = self._looked_at(self._as_always(step, pieces, samples))
-        found = self._compared(recording, before, expected, tensors)
+        found = self._compared(recording, before, expected, step, pieces, tensors)
         if found is not None:
             return found
         before.restore()
@@ -360,17 +377,17 @@ class Graphed:
         if why is not None:
             self._leave_it(why)
             return found
-        expected = self._looked_at(found)
+        expected, moment = self._looked_at(found), drawing(self._placed)
         del found
         for branches in (True, False) if has_branches(self._placed) else (False,):
             self._clear()
             try:
-                recording = self._record(form, tensors, step, pieces, samples, branches)
+                recording = self._record(form, tensors, step, pieces, samples, moment, branches)
             except Exception as error:
                 why = f"it cannot be recorded ({_first_of(error)})"
                 continue
             why = OTHER_NUMBERS
-            found = self._compared(recording, before, expected, tensors)
+            found = self._compared(recording, before, expected, step, pieces, tensors)
             if found is not None:
                 self._recording = recording
                 return found
@@ -379,23 +396,41 @@ class Graphed:
         return self._give_up(why, step, pieces, samples)
 
     def _record(
-        self, form: Form, tensors: list[Tensor], step: int, pieces: list[Piece], samples: int, branches: bool
+        self,
+        form: Form,
+        tensors: list[Tensor],
+        step: int,
+        pieces: list[Piece],
+        samples: int,
+        moment: Moment | None,
+        branches: bool,
     ) -> Recording:
         inputs = [each.clone() for each in tensors]
         own = iter(inputs)
         leaves, structure = tree_flatten([(each.inputs, each.targets) for each in pieces])
         static = tree_unflatten([next(own) if isinstance(each, Tensor) else each for each in leaves], structure)
         held = [replace(each, inputs=pair[0], targets=pair[1]) for each, pair in zip(pieces, static, strict=True)]
+        if moment is not None:
+            moment.step = step
+            held = [replace(each, sent=each.id_tensor().to(self._device)) for each in held]
         found, replay = self._recorder.record(lambda: self._compute(step, held, samples), branches)
         gradients = [(each, each.grad) for each in self._parameters() if each.grad is not None]
         if not gradients:
             raise Unfit("it leaves no gradients")
-        return Recording(form, held, inputs, found, gradients, replay)
+        return Recording(form, held, inputs, found, gradients, replay, moment)
 
-    def _compared(self, recording: Recording, before: Before, expected: Looks, tensors: list[Tensor]) -> Any:
+    def _compared(
+        self,
+        recording: Recording,
+        before: Before,
+        expected: Looks,
+        step: int,
+        pieces: list[Piece],
+        tensors: list[Tensor],
+    ) -> Any:
         """What a recording computes if that is what was `expected`, else None."""
         before.restore()
-        found = recording(tensors)
+        found = recording(step, pieces, tensors)
         replayed = self._looked_at(found)
         return found if alike(expected[0], replayed[0]) and alike(expected[1], replayed[1]) else None
 
