@@ -34,14 +34,14 @@ def convolutions() -> nn.Module:
     )  # fmt: skip
 
 
-def both(experiment: Any, here: Here, **options: Any) -> tuple[Trainer, Trainer, list[str]]:
+def both(experiment: Any, here: Here, compile: bool = False) -> tuple[Trainer, Trainer, list[str]]:
     notes: list[str] = []
 
     def record(kind: str, **fields: Any) -> None:
         if kind == "note":
             notes.append(fields["text"])
 
-    replayed = Trainer(experiment, here, workers=0, how=How(graphs=True), record=record, **options)
+    replayed = Trainer(experiment, here, workers=0, how=How(graphs=True, compile=compile), record=record)
     return replayed, Trainer(experiment, here, workers=0, how=How(graphs=False)), notes
 
 
@@ -128,3 +128,39 @@ def test_the_images_recipe_is_replayed_with_readers_and_checkpoints(on_gpu: Here
     again = Trainer(experiment, on_gpu, workers=0, how=How(graphs=False), eval_every=20)
     again.train()
     assert trainer.totals.losses[:20] == pytest.approx(again.totals.losses[:20], rel=1e-2, abs=1e-3)
+
+
+class Encoder(nn.Module):
+    """Blocks with dropout inside and outside of attention, and one dropout that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.drop, self.head = nn.Linear(5, 4 * 32), nn.Dropout(0.2), nn.Linear(32, 3)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(32, 2, 64, dropout=0.1, batch_first=True) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.drop(self.embed(x).unflatten(1, (4, 32)))
+        for block in self.blocks:
+            h = block(h)
+        return self.head(self.drop(h).mean(1))
+
+
+@pytest.mark.parametrize(("compile", "micro"), [(False, None), (False, 3), (True, None)])
+def test_a_transformer_with_dropout_is_replayed_with_the_masks_of_its_steps(
+    on_gpu: Here, compile: bool, micro: int | None
+):
+    if compile:
+        pytest.importorskip("triton")
+    experiment = small(
+        42, 7, steps=10, model=Encoder, micro=micro,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.02, momentum=0.9),
+    )  # fmt: skip
+    replayed, eager, notes = both(experiment, on_gpu, compile)
+    replayed.train()
+    eager.train()
+    assert not [each for each in notes if "CUDA graphs" in each]
+    assert recording(replayed) is not None and replayed.placed.chosen["graphs"] is True
+    assert replayed.totals.losses == pytest.approx(eager.totals.losses, rel=1e-3, abs=1e-3)
+    assert replayed.totals.grad_norms[:8] == pytest.approx(eager.totals.grad_norms[:8], rel=1e-2)
