@@ -47,7 +47,10 @@ FIRST = 3
 FORMS = 32
 """Of batches that may come before one of them has come that often."""
 SHORT, LONG = 0.020, 0.200
-"""Seconds: of a longer step, starting its kernels is no part worth a word, unless the device waits for the host."""
+"""Seconds: of a longer step, starting its kernels is no part worth a word, unless there are many of them."""
+BUSY = 0.4
+"""Of a step, from which on the host that starts its kernels says that they are many: between two of them the device
+waits a microsecond or more, and where the host is slower than it, for the host."""
 ENOUGH = 50
 """Steps that a training must have: recording one costs as much as some."""
 CHECK_EVERY = 2000
@@ -153,7 +156,7 @@ def refused(why: str) -> str:
 
 def is_short(begun: float, done: float) -> bool:
     """Whether replaying a step pays: the host had started all of it after so many seconds, and the device done it."""
-    return done <= SHORT or (done <= LONG and begun > 0.8 * done)
+    return done <= SHORT or (done <= LONG and begun > BUSY * done)
 
 
 def has_branches(placed: Placed) -> bool:

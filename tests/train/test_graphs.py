@@ -353,9 +353,9 @@ def test_structures_that_only_a_closer_look_knows_are_replayed_too(alone: Here, 
     assert closure.replays == 12 - graphs.FIRST and notes == []
 
 
-def test_a_step_is_short_or_the_device_waits_for_the_host():
-    assert graphs.is_short(0.001, 0.019) and graphs.is_short(0.09, 0.1)
-    assert not graphs.is_short(0.01, 0.1) and not graphs.is_short(0.9, 1.0)
+def test_a_step_is_short_or_has_many_kernels():
+    assert graphs.is_short(0.001, 0.019) and graphs.is_short(0.05, 0.1)
+    assert not graphs.is_short(0.03, 0.1) and not graphs.is_short(0.9, 1.0)
 
 
 def test_where_branches_cannot_be_recorded_a_step_is_recorded_without(alone: Here, closure: Closure):
