@@ -15,6 +15,7 @@ Where torch's own choices aim at any program, others are better here:
 - Sums and maxima are computed by one kernel if they read mostly the same. torch has the gradients of all norms' weights
   computed by one, which reads again what those of the norms' inputs have just read.
 - Heads that are put side by side as features are written there at once.
+- The gradient of what a maximum over windows was taken of is a kernel of its own: see `kernels/pooled.py`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 import torch._inductor.config
+import torch._inductor.inductor_prims
 from torch import Tensor, fx
 from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import compile_fx
@@ -31,6 +33,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
+from meshrun.kernels import pooled
 from meshrun.parallel.joined import join
 
 ROW = 16_384
@@ -38,6 +41,7 @@ ROW = 16_384
 LARGE = 1024
 """Rows and columns of factors from which on their order in memory is worth a copy of the weight."""
 _aten = torch.ops.aten
+_OFFSETS = torch.ops.prims._low_memory_max_pool_offsets_to_indices.default
 _VIEWS = {_aten.view.default, _aten.reshape.default}
 _CONVOLUTIONS = {getattr(torch, f"conv{kind}{size}d") for kind in ("", "_transpose") for size in (1, 2, 3)}
 
@@ -93,10 +97,11 @@ class Rewritten(CustomGraphPass):
     def __call__(self, graph: fx.Graph) -> None:
         transpose_weights(graph)
         put_heads_together(graph)
+        spread_maxima(graph)
 
     def uuid(self) -> str:
         """Which version of it this is, for code that is kept from earlier runs."""
-        return f"weights transposed from {LARGE} on, heads put together"
+        return f"weights transposed from {LARGE} on, heads put together, maxima spread"
 
 
 def transpose_weights(graph: fx.Graph) -> None:
@@ -143,6 +148,22 @@ def _merges_heads(view: fx.Node) -> bool:
     """Whether a view is of the last two dims as one."""
     heads, features = view.args[0].meta["val"].shape, view.meta["val"].shape  # type: ignore[union-attr]
     return len(heads) == len(features) + 1 and heads[:-2] == features[:-1]
+
+
+def spread_maxima(graph: fx.Graph) -> None:
+    """The gradients of maxima over windows of images whose channels come last."""
+    for node in graph.find_nodes(op="call_function", target=_aten.max_pool2d_with_indices_backward.default):
+        gradient, indices = node.args[0], node.args[-1]
+        if indices.target is not _OFFSETS or indices.args[0].meta["val"].dim() != 4:
+            continue
+        offsets, kernel, size, stride, padding, dilation = indices.args
+        static = all(isinstance(each, int) for each in (*offsets.meta["val"].shape, *size))
+        ordered = offsets.meta["val"].is_contiguous(memory_format=torch.channels_last)
+        if static and ordered and set(dilation) == {1}:
+            with graph.inserting_before(node):
+                found = _called(graph, pooled.OPERATION, gradient, offsets, size, kernel, stride, padding)
+            node.replace_all_uses_with(found)
+            graph.erase_node(node)
 
 
 def _called(graph: fx.Graph, target: Any, *arguments: Any, **named: Any) -> fx.Node:

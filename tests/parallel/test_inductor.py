@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.choices import InductorChoices
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from meshrun.kernels import pooled
 from meshrun.parallel import inductor
 
 
@@ -105,3 +106,24 @@ def test_what_convolutions_read_is_kept_for_the_backward_pass(
     torch._dynamo.reset()
     torch.compile(lambda x: layer(x).relu(), backend=inductor.backend)(torch.randn(2, 3, 8, 8))
     assert found == [kept]
+
+
+@pytest.mark.parametrize(("order", "spread"), [(torch.channels_last, 1), (torch.contiguous_format, 0)])
+def test_gradients_of_maxima_are_a_kernel_of_their_own_where_channels_come_last(
+    order: torch.memory_format, spread: int
+):
+    def backward(x: Tensor, gradient: Tensor) -> Any:
+        window = [3, 3], [2, 2], [1, 1], [1, 1]
+        _, offsets = torch.ops.prims._low_memory_max_pool_with_offsets(x, *window, False)
+        offsets = offsets.contiguous(memory_format=order)
+        indices = torch.ops.prims._low_memory_max_pool_offsets_to_indices(offsets, window[0], [8, 8], *window[1:])
+        return torch.ops.aten.max_pool2d_with_indices_backward(gradient, x, *window, False, indices)
+
+    given = torch.randn(2, 3, 8, 8), torch.randn(2, 3, 4, 4)
+    graph = make_fx(backward, tracing_mode="fake")(*given)
+    inductor.Rewritten()(graph.graph)
+    graph.graph.eliminate_dead_code()
+    graph.graph.lint()
+    graph.recompile()
+    torch.testing.assert_close(graph(*given), backward(*given))
+    assert len(graph.graph.find_nodes(op="call_function", target=pooled.OPERATION)) == spread
