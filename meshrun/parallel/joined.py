@@ -98,6 +98,7 @@ def _replace(graph: fx.Graph, group: list[fx.Node]) -> None:
         parts = graph.call_function(torch.split, (whole, sizes, -1))
         for number, each in enumerate(group):
             part = graph.call_function(operator.getitem, (parts, number))
+            part.meta = dict(each.meta)  # without which torch would not keep what is compiled of it
             # As if it had been computed alone; in compiled code that is mostly no copy but how the next one reads.
             own = graph.call_method("contiguous", (part,))
             own.meta = dict(each.meta)

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
+from torch._functorch._aot_autograd.autograd_cache import check_node_safe
 
 from meshrun.parallel import joined
 from meshrun.recipes import llama
@@ -55,6 +56,18 @@ def test_a_block_of_the_llama_recipe_has_two_products_less_for_attention_and_one
     torch.manual_seed(0)
     block = llama.Block(replace(llama.PRESETS["tiny"], dropout=0.0))
     assert joined_in(block.forward, [torch.randn(2, 8, 96)], list(block.parameters())) == 3 + 2
+
+
+def test_what_is_compiled_of_joined_layers_can_be_kept():
+    def backend(graph: fx.GraphModule, _: list[Tensor]) -> Callable[..., object]:
+        assert joined.join(graph) == 2
+        for node in graph.graph.nodes:
+            check_node_safe(node)  # raises
+        return graph.forward
+
+    torch._dynamo.reset()
+    one, other = nn.Linear(6, 4), nn.Linear(6, 3)
+    torch.compile(lambda x: one(x).sum() + other(x).sum(), backend=backend)(torch.randn(5, 6))
 
 
 def test_biases_are_joined_too(drawn: Callable[..., Tensor]):
