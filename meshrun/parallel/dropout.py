@@ -63,6 +63,11 @@ class Keyed(nn.Module):
         self.__dict__["_name"] = name
         self.turn = self.moment.turn_of(name)
 
+    @property
+    def rate(self) -> float:
+        """Of what it drops."""
+        return float(getattr(self, "p", 0.0) or getattr(self, "dropout", 0.0))
+
     def sample_words(self, x: Tensor) -> Tensor:
         """A 64-bit word for each sample of the micro-batch, other ones at the next call."""
         moment = self.moment
@@ -205,7 +210,7 @@ def become_keyed(module: nn.Module, moment: Moment, name: str) -> None:
 
 def draws(module: nn.Module) -> bool:
     """Whether a module drops anything by key."""
-    return isinstance(module, Keyed) and bool(getattr(module, "p", 0) or getattr(module, "dropout", 0))
+    return isinstance(module, Keyed) and module.rate > 0
 
 
 def of_part(size: int, part: Part | None, device: torch.device) -> Tensor:

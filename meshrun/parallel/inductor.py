@@ -29,7 +29,7 @@ import torch._inductor.inductor_prims
 from torch import Tensor, fx
 from torch._inductor.choices import InductorChoices
 from torch._inductor.compile_fx import compile_fx
-from torch._inductor.custom_graph_pass import CustomGraphPass
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
@@ -80,14 +80,15 @@ class Choices(InductorChoices):
         reads, others = _much_read(one), _much_read(other)
         return 2 * len(reads & others) >= max(len(reads), len(others))
 
-    def uuid(self) -> str:
+    def uuid(self) -> bytes:
         """What sets code that is kept from earlier runs apart from code made by other choices."""
-        return f"rows of {ROW}, reductions that read alike"
+        return get_hash_for_files((__file__,))
 
 
 def _much_read(node: Any) -> set[str]:
     """What a kernel reads, less what is small beside it; nothing is known of sizes that vary."""
-    sizes = {each.name: size for each in node.read_writes.reads if (size := each.get_numel()).is_number}
+    counts = {each.name: each.get_numel() for each in node.read_writes.reads}
+    sizes = {name: size for name, size in counts.items() if getattr(size, "is_number", True)}  # some are Python's own
     return {name for name, size in sizes.items() if 2 * size >= max(sizes.values())}
 
 
@@ -99,9 +100,9 @@ class Rewritten(CustomGraphPass):
         put_heads_together(graph)
         spread_maxima(graph)
 
-    def uuid(self) -> str:
-        """Which version of it this is, for code that is kept from earlier runs."""
-        return f"weights transposed from {LARGE} on, heads put together, maxima spread"
+    def uuid(self) -> bytes:
+        """The same, where torch does not ask for that of choices."""
+        return get_hash_for_files((__file__,))
 
 
 def transpose_weights(graph: fx.Graph) -> None:
@@ -136,12 +137,14 @@ def put_heads_together(graph: fx.Graph) -> None:
         if dim not in (-1, len(shape) - 1) or not all(each.target in _VIEWS for each in parts):
             continue
         heads = [each.args[0] for each in parts]
-        sizes = {each.meta["val"].shape[-1] for each in heads}
-        if len(sizes) == 1 and all(map(_merges_heads, parts)):
+        last = [each.meta["val"].shape[-1] for each in heads]
+        static = all(isinstance(each, int) for each in (*shape, *last))
+        if static and len(set(last)) == 1 and all(map(_merges_heads, parts)):
             with graph.inserting_before(node):
                 together = _called(graph, _aten.cat.default, heads, len(shape) - 1)
                 node.replace_all_uses_with(_called(graph, _aten.reshape.default, together, list(shape)))
-            graph.erase_node(node)
+            # Also those that nobody reads any more: for a view, what it is of would get a place of its own.
+            _erase(graph, node, *dict.fromkeys(parts))
 
 
 def _merges_heads(view: fx.Node) -> bool:
@@ -163,6 +166,13 @@ def spread_maxima(graph: fx.Graph) -> None:
             with graph.inserting_before(node):
                 found = _called(graph, pooled.OPERATION, gradient, offsets, size, kernel, stride, padding)
             node.replace_all_uses_with(found)
+            _erase(graph, node, indices)
+
+
+def _erase(graph: fx.Graph, *nodes: fx.Node) -> None:
+    """Take those out of a graph that nobody reads."""
+    for node in nodes:
+        if not node.users:
             graph.erase_node(node)
 
 

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from meshrun.parallel.dropout import Keyed
 from meshrun.parallel.moment import Moment
 from meshrun.parallel.placed import Piece, Placed, norms
 from meshrun.train.branches import on_streams
@@ -97,6 +98,9 @@ class Recorder(Protocol):
     def wait(self) -> None:
         """Until the device has done all that it was told."""
 
+    def has_room(self) -> bool:
+        """Whether there is memory for a step beside a recording of it, which keeps as much as a step takes."""
+
 
 @dataclass(frozen=True)
 class CudaRecorder:
@@ -142,6 +146,11 @@ class CudaRecorder:
 
     def wait(self) -> None:
         torch.cuda.synchronize(self.device)
+
+    def has_room(self) -> bool:
+        used, most = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
+        free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device) - used
+        return free >= 2 * (most - used)
 
 
 def recorder_on(device: torch.device) -> Recorder | None:
@@ -203,6 +212,13 @@ class Recording:
     replay: Callable[[], None]
     moment: Moment | None = None
     """Where it draws by key: of the `held` batches, the ids that were sent are read too."""
+    rates: tuple[tuple[Keyed, float, bool], ...] = ()
+    """Then also how much each module drops, and whether it does: numbers of the host, and part of what was recorded."""
+
+    @property
+    def holds(self) -> bool:
+        """Whether a step would still do what was recorded."""
+        return all(each.rate == rate and each.training is training for each, rate, training in self.rates)
 
     def tensors_of(self, pieces: list[Piece], samples: int) -> list[Tensor] | None:
         """What `form_of` finds, for next to nothing, where the form is this one; None where only it can tell."""
@@ -331,6 +347,10 @@ class Graphed:
     def __call__(self, step: int, pieces: list[Piece], samples: int) -> Any:
         if self._over:
             return self._compute(step, pieces, samples)
+        if self._recording is not None and not self._recording.holds:
+            self._clear()
+            self._recording = None
+            self._seen.clear()
         recording = self._recording
         tensors = recording.tensors_of(pieces, samples) if recording is not None else None
         if recording is None or tensors is None:
@@ -368,7 +388,8 @@ class Graphed:
             found = self._as_always(step, pieces, samples)
             begun = time.perf_counter() - began
             self._recorder.wait()
-            self._over = self._wanted is None and not is_short(begun, time.perf_counter() - began)
+            pays = is_short(begun, time.perf_counter() - began) and self._recorder.has_room()
+            self._over = self._wanted is None and not pays
             return found
         return self._recorded(form, tensors, step, pieces, samples)
 
@@ -420,7 +441,9 @@ class Graphed:
         gradients = [(each, each.grad) for each in self._parameters() if each.grad is not None]
         if not gradients:
             raise Unfit("it leaves no gradients")
-        return Recording(form, held, inputs, found, gradients, replay, moment)
+        drawing_ones = [each for each in self._placed.model.modules() if isinstance(each, Keyed)] if moment else []
+        rates = tuple((each, each.rate, each.training) for each in drawing_ones)
+        return Recording(form, held, inputs, found, gradients, replay, moment, rates)
 
     def _compared(
         self,

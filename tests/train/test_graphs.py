@@ -71,6 +71,9 @@ class Closure:
     def wait(self) -> None:
         """Nothing is ever under way."""
 
+    def has_room(self) -> bool:
+        return True
+
 
 @pytest.fixture
 def closure(monkeypatch: pytest.MonkeyPatch) -> Closure:
@@ -278,6 +281,16 @@ def test_long_steps_are_not_recorded_unless_that_is_asked_for(
         trainer.train()
         assert closure.replays == replays and notes == []
         assert trainer.placed.chosen["graphs"] is (replays > 0)
+
+
+def test_short_steps_are_not_recorded_where_there_is_no_memory_for_two_of_them(
+    alone: Here, closure: Closure, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(closure, "has_room", lambda: False)
+    for wanted, replays in ((None, 0), (True, 57)):
+        trainer, notes = replaying(closure, small(21, 7, steps=60), alone, how=How(graphs=wanted))
+        trainer.train()
+        assert closure.replays == replays and notes == []
 
 
 def test_batches_that_are_all_different_are_not_recorded(alone: Here, closure: Closure):

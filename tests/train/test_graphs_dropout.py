@@ -72,6 +72,9 @@ class Recorder:
     def wait(self) -> None:
         """Nothing is ever under way."""
 
+    def has_room(self) -> bool:
+        return True
+
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
@@ -144,6 +147,25 @@ def test_replays_drop_what_the_steps_themselves_drop(
     assert notes == [] and recorder.replays == STEPS - graphs.FIRST and trainer.placed.chosen["graphs"] is True
     assert all(map(torch.equal, found, wanted)) and same(trainer, expected)
     assert all(not torch.equal(one, two) for one, two in pairwise(found))
+
+
+def test_a_rate_that_is_changed_between_two_steps_is_that_of_the_steps_after_it(
+    alone: Here, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+):
+    def changed(trainer: Trainer) -> list[Tensor]:
+        masks = []
+        for progress in trainer.steps():
+            masks.append(trainer.model.kept.clone())
+            if progress.step == 6:
+                trainer.model.drop.p = 0.0
+        return masks
+
+    trainer, notes = trainer_of(alone, None)
+    found = changed(trainer)
+    assert recorder.replays > 0 and notes == [] and found[-1].all()
+    monkeypatch.setattr(graphs, "FIRST", STEPS + 1)
+    expected, _ = trainer_of(alone, None)
+    assert all(map(torch.equal, found, changed(expected))) and same(trainer, expected)
 
 
 @pytest.mark.parametrize("frozen", ["key", "ids"])
