@@ -30,9 +30,10 @@ from meshrun.experiment import Loss
 from meshrun.kernels.here import available
 from meshrun.mesh import Here
 from meshrun.parallel.placed import Asked, Outcome, Piece, Placed, nobody
-from meshrun.train.graphs import Graphed, Recorder
+from meshrun.train.graphs import Graphed
 from meshrun.train.in_backward import InBackward
 from meshrun.train.optim import clipped_now, clipped_on_device, norm_now, norm_on_device
+from meshrun.train.recording import Recorder
 from meshrun.train.states import EightBit, Kept
 from meshrun.train.update import Plain, Update, fastest, scale
 

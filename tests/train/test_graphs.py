@@ -23,6 +23,7 @@ from meshrun.train.bad_steps import Policy
 from meshrun.train.graphs import alike, objection
 from meshrun.train.interval import parse as parse_interval
 from meshrun.train.loop import Stopped, Trainer
+from meshrun.train.recording import Recording, form_of
 from meshrun.train.recovery import Keeping
 from tests.train.small import difference, points, small, trained
 
@@ -314,9 +315,9 @@ class Pair(NamedTuple):
     second: Tensor
 
 
-def held(pieces: list[Piece], samples: int) -> graphs.Recording:
-    form, tensors = graphs.form_of(pieces, samples)
-    return graphs.Recording(form, pieces, tensors, None, [], lambda: None)
+def held(pieces: list[Piece], samples: int) -> Recording:
+    form, tensors = form_of(pieces, samples)
+    return Recording(form, pieces, tensors, None, [], lambda: None)
 
 
 def test_tensors_of_a_batch_of_a_known_form_are_found_in_the_order_of_the_recording():
@@ -324,7 +325,7 @@ def test_tensors_of_a_batch_of_a_known_form_are_found_in_the_order_of_the_record
     pieces = [Piece(inputs, torch.ones(2), [1, 2], 2), Piece(inputs, torch.ones(2), [3, 4], 1)]
     found = held(pieces, 3).tensors_of(pieces, 3)
     assert found is not None and len(found) == 8
-    assert all(one is two for one, two in zip(found, graphs.form_of(pieces, 3)[1], strict=True))
+    assert all(one is two for one, two in zip(found, form_of(pieces, 3)[1], strict=True))
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,9 @@ from torch.utils.data import TensorDataset
 from meshrun import Here, Schedule, accuracy
 from meshrun.parallel.how import How
 from meshrun.recipes import images
-from meshrun.train import graphs
 from meshrun.train.interval import parse as parse_interval
 from meshrun.train.loop import Trainer
+from meshrun.train.recording import Recording
 from meshrun.train.recovery import Keeping
 from tests.train.small import difference, small, trained
 
@@ -45,7 +45,7 @@ def both(experiment: Any, here: Here, compile: bool = False) -> tuple[Trainer, T
     return replayed, Trainer(experiment, here, workers=0, how=How(graphs=False)), notes
 
 
-def recording(trainer: Trainer) -> graphs.Recording | None:
+def recording(trainer: Trainer) -> Recording | None:
     return trainer._update.graphed._recording
 
 
