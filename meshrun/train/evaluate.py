@@ -20,6 +20,7 @@ from meshrun.errors import UserError, WrongTarget
 from meshrun.experiment import Experiment, Metric
 from meshrun.mesh import Here
 from meshrun.parallel.placed import Piece, Placed, Score
+from meshrun.train.room import room
 from meshrun.train.step import as_pair, check_loss
 
 FULL = 64
@@ -139,9 +140,8 @@ def fitting_on(device: torch.device, samples: int) -> int:
     """How many samples fit into half of the memory that a GPU has left, by what training on so many took; else 0."""
     if device.type != "cuda":
         return 0  # where a small batch wastes little
-    used, peak = torch.cuda.memory_allocated(device), torch.cuda.max_memory_allocated(device)
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - used
-    return int(free / 2 / (peak - used) * samples) if peak > used else 0
+    free, taken = room(device)
+    return int(free / 2 / taken * samples) if taken > 0 else 0
 
 
 def _checked(name: str, function: Score) -> Score:

@@ -189,8 +189,7 @@ class Graphed:
             return self._compute(step, pieces, samples)
         if self._recording is not None and not self._recording.holds:
             self._clear()
-            self._recording = None
-            self._seen.clear()
+            self._drop()
         recording = self._recording
         tensors = recording.tensors_of(pieces, samples) if recording is not None else None
         if recording is None or tensors is None:
@@ -281,8 +280,8 @@ class Graphed:
         gradients = [(each, each.grad) for each in self._parameters() if each.grad is not None]
         if not gradients:
             raise Unfit("it leaves no gradients")
-        drawing_ones = [each for each in self._placed.model.modules() if isinstance(each, Keyed)] if moment else []
-        rates = tuple((each, each.rate, each.training) for each in drawing_ones)
+        keyed = (each for each in self._placed.model.modules() if isinstance(each, Keyed))
+        rates = tuple((each, each.rate, each.training) for each in keyed)
         return Recording(form, held, inputs, found, gradients, replay, moment, rates)
 
     def _compared(
@@ -336,7 +335,12 @@ class Graphed:
             self._note(refused(why))
 
     def _stop(self) -> None:
-        self._over, self._recording = True, None
+        self._over = True
+        self._drop()
+
+    def _drop(self) -> None:
+        """Begin anew, as if no step had been seen."""
+        self._recording, self._replayed = None, 0
         self._seen.clear()
 
 

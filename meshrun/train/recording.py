@@ -22,6 +22,7 @@ from meshrun.parallel.dropout import Keyed
 from meshrun.parallel.moment import Moment
 from meshrun.parallel.placed import Piece
 from meshrun.train.branches import on_streams
+from meshrun.train.room import room
 
 
 class Recorder(Protocol):
@@ -89,9 +90,8 @@ class CudaRecorder:
         torch.cuda.synchronize(self.device)
 
     def has_room(self) -> bool:
-        used, most = torch.cuda.memory_allocated(self.device), torch.cuda.max_memory_allocated(self.device)
-        free = torch.cuda.mem_get_info(self.device)[0] + torch.cuda.memory_reserved(self.device) - used
-        return free >= 2 * (most - used)
+        free, taken = room(self.device)
+        return free >= 2 * taken
 
 
 class Unfit(Exception):
@@ -133,7 +133,7 @@ class Recording:
     moment: Moment | None = None
     """Where it draws by key: of the `held` batches, the ids that were sent are read too."""
     rates: tuple[tuple[Keyed, float, bool], ...] = ()
-    """Then also how much each module drops, and whether it does: numbers of the host, and part of what was recorded."""
+    """How much each module drops by key, and whether it does: numbers of the host, and part of what was recorded."""
 
     @property
     def holds(self) -> bool:

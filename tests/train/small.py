@@ -35,6 +35,17 @@ def start_on_cpu(size: int) -> Here:
     return here
 
 
+def noting() -> tuple[Callable[..., None], list[str]]:
+    """What a trainer is to record by, and the notes among it."""
+    notes: list[str] = []
+
+    def record(kind: str, **fields: Any) -> None:
+        if kind == "note":
+            notes.append(fields["text"])
+
+    return record, notes
+
+
 def points(length: int, seed: int = 0) -> TensorDataset:
     """Points of five coordinates in three classes."""
     generator = torch.Generator().manual_seed(seed)

@@ -25,7 +25,7 @@ from meshrun.train.interval import parse as parse_interval
 from meshrun.train.loop import Stopped, Trainer
 from meshrun.train.recording import Recording, form_of
 from meshrun.train.recovery import Keeping
-from tests.train.small import difference, points, small, trained
+from tests.train.small import difference, noting, points, small, trained
 
 CPU = torch.device("cpu")
 
@@ -84,12 +84,7 @@ def closure(monkeypatch: pytest.MonkeyPatch) -> Closure:
 
 
 def replaying(closure: Closure, experiment: Any, here: Here, **options: Any) -> tuple[Trainer, list[str]]:
-    notes: list[str] = []
-
-    def record(kind: str, **fields: Any) -> None:
-        if kind == "note":
-            notes.append(fields["text"])
-
+    record, notes = noting()
     options = {"workers": 0, "how": How(graphs=True), "record": record, **options}
     trainer = Trainer(experiment, here, **options)
     if trainer._update.recorder is not None:

@@ -17,7 +17,7 @@ from meshrun.train.interval import parse as parse_interval
 from meshrun.train.loop import Trainer
 from meshrun.train.recording import Recording
 from meshrun.train.recovery import Keeping
-from tests.train.small import difference, small, trained
+from tests.train.small import difference, noting, small, trained
 
 pytestmark = pytest.mark.gpu
 
@@ -35,12 +35,7 @@ def convolutions() -> nn.Module:
 
 
 def both(experiment: Any, here: Here, compile: bool = False) -> tuple[Trainer, Trainer, list[str]]:
-    notes: list[str] = []
-
-    def record(kind: str, **fields: Any) -> None:
-        if kind == "note":
-            notes.append(fields["text"])
-
+    record, notes = noting()
     replayed = Trainer(experiment, here, workers=0, how=How(graphs=True, compile=compile), record=record)
     return replayed, Trainer(experiment, here, workers=0, how=How(graphs=False)), notes
 

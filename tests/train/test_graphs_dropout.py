@@ -24,7 +24,8 @@ from meshrun.parallel import moment as moments
 from meshrun.parallel.how import How
 from meshrun.train import graphs
 from meshrun.train.loop import Trainer
-from tests.train.small import small
+from tests.train.small import noting, small
+from tests.train.test_graphs import Closure
 
 
 class Tape(TorchDispatchMode):
@@ -47,15 +48,13 @@ class Tape(TorchDispatchMode):
                     old.copy_(new)
 
 
-class Recorder:
+class Recorder(Closure):
+    """Does again what was recorded by its tape."""
+
     def __init__(self) -> None:
-        self.replays = 0
+        super().__init__()
         self.around: Callable[[], AbstractContextManager[None]] = nullcontext
         """Each replay."""
-
-    @contextmanager
-    def aside(self) -> Iterator[None]:
-        yield
 
     def record(self, body: Callable[[], Any], branches: bool) -> tuple[Any, Callable[[], None]]:
         del branches
@@ -68,12 +67,6 @@ class Recorder:
                 tape.replay()
 
         return found, replay
-
-    def wait(self) -> None:
-        """Nothing is ever under way."""
-
-    def has_room(self) -> bool:
-        return True
 
 
 @pytest.fixture
@@ -107,12 +100,7 @@ STEPS = 12
 
 
 def trainer_of(here: Here, micro: int | None) -> tuple[Trainer, list[str]]:
-    notes: list[str] = []
-
-    def record(kind: str, **fields: Any) -> None:
-        if kind == "note":
-            notes.append(fields["text"])
-
+    record, notes = noting()
     experiment = small(21, 7, steps=STEPS, model=Drops, micro=micro)
     trainer = Trainer(experiment, here, workers=0, how=How(graphs=True), record=record)
     trainer.placed.moment.in_place = True  # as on a GPU
@@ -149,20 +137,32 @@ def test_replays_drop_what_the_steps_themselves_drop(
     assert all(not torch.equal(one, two) for one, two in pairwise(found))
 
 
+@pytest.mark.parametrize(("first", "then"), [(0.4, 0.0), (0.4, 0.2), (0.0, 0.4)])
 def test_a_rate_that_is_changed_between_two_steps_is_that_of_the_steps_after_it(
-    alone: Here, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+    alone: Here, recorder: Recorder, monkeypatch: pytest.MonkeyPatch, first: float, then: float
 ):
+    compared: list[graphs.Before] = []
+
+    class Before(graphs.Before):
+        def __init__(self, *given: Any) -> None:
+            super().__init__(*given)
+            compared.append(self)
+
     def changed(trainer: Trainer) -> list[Tensor]:
         masks = []
+        trainer.model.drop.p = first
         for progress in trainer.steps():
             masks.append(trainer.model.kept.clone())
             if progress.step == 6:
-                trainer.model.drop.p = 0.0
+                trainer.model.drop.p = then
         return masks
 
+    monkeypatch.setattr(graphs, "Before", Before)
     trainer, notes = trainer_of(alone, None)
     found = changed(trainer)
-    assert recorder.replays > 0 and notes == [] and found[-1].all()
+    assert recorder.replays > 0 and notes == [] and bool(found[-1].all()) == (then == 0.0)
+    # Each of two recordings when it is made, and where it drops something at the next step.
+    assert len(compared) == sum(2 if rate else 1 for rate in (first, then))
     monkeypatch.setattr(graphs, "FIRST", STEPS + 1)
     expected, _ = trainer_of(alone, None)
     assert all(map(torch.equal, found, changed(expected))) and same(trainer, expected)
