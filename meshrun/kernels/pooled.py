@@ -1,6 +1,6 @@
 """The gradient of what a maximum was taken of: each window's gradient goes back to where its largest value was.
 
-    spread(gradient, offsets, size=[112, 112], kernel=[3, 3], stride=[2, 2], padding=[1, 1])
+    OPERATION(gradient, offsets, size=[112, 112], kernel=[3, 3], stride=[2, 2], padding=[1, 1])
 
 `offsets` says where in its window that was, row by row, as compiled code keeps it from the forward pass: in 8 bits.
 Channels come last in all of it. torch's compiler finds out for every number anew which windows it is in; here that is
@@ -19,13 +19,8 @@ from meshrun.kernels.here import available
 Sizes = Sequence[int]
 
 
-def spread(gradient: Tensor, offsets: Tensor, size: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes) -> Tensor:
-    """The gradient (N, C, *size) of what was pooled, of that of the maxima."""
-    found: Tensor = OPERATION(gradient, offsets, size, kernel, stride, padding)
-    return found
-
-
 def _spread(gradient: Tensor, offsets: Tensor, size: Sizes, kernel: Sizes, stride: Sizes, padding: Sizes) -> Tensor:
+    """The gradient (N, C, *size) of what was pooled, of that of the maxima."""
     gradient = gradient.contiguous(memory_format=torch.channels_last)
     offsets = offsets.contiguous(memory_format=torch.channels_last)
     if available(gradient.device):

@@ -89,7 +89,8 @@ def _much_read(node: Any) -> set[str]:
     """What a kernel reads, less what is small beside it; nothing is known of sizes that vary."""
     counts = {each.name: each.get_numel() for each in node.read_writes.reads}
     sizes = {name: size for name, size in counts.items() if getattr(size, "is_number", True)}  # some are Python's own
-    return {name for name, size in sizes.items() if 2 * size >= max(sizes.values())}
+    most = max(sizes.values(), default=0)
+    return {name for name, size in sizes.items() if 2 * size >= most}
 
 
 class Rewritten(CustomGraphPass):

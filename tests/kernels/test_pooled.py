@@ -8,7 +8,7 @@ import torch._inductor.inductor_prims  # which defines what is asked of torch he
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshrun.kernels.pooled import OPERATION, spread
+from meshrun.kernels.pooled import OPERATION
 
 POOLS = [
     ((3, 3), (2, 2), (1, 1), (14, 14)),
@@ -34,7 +34,7 @@ def pooled(
     _, offsets = torch.ops.prims._low_memory_max_pool_with_offsets(
         x.detach(), list(kernel), list(stride), list(padding), [1, 1], False
     )
-    return spread(gradient, offsets, size, kernel, stride, padding), wanted
+    return OPERATION(gradient, offsets, size, kernel, stride, padding), wanted
 
 
 @pytest.mark.parametrize(("kernel", "stride", "padding", "size"), POOLS)
