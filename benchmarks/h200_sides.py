@@ -79,7 +79,7 @@ def llama_experiment(tiny: bool, precision: str = "bf16") -> Experiment:
     return replace(made, batch=4 if tiny else 16, precision=precision, evals={}, after=None)
 
 
-LARGEST = llama.Shape(32_000, 6144, layers=43, heads=48, kv_heads=8, ffn=16_384, context=2048, theta=5e5)
+LARGEST = llama.Shape(32_000, 6144, layers=40, heads=48, kv_heads=8, ffn=16_384, context=2048, theta=5e5)
 """About what one card of 139 GiB can train: 8 bytes a parameter, and little beside them."""
 
 
