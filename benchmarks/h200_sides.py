@@ -32,6 +32,8 @@ from meshrun.parallel.placed import call
 from meshrun.recipes import images, llama, summarize
 
 CLASSES = 1000
+STEPS = 10_000
+"""Of the training that a side is asked for: in that of the Llama of a billion, an hour."""
 DEFAULTS = How(recompute="auto", compile=None, graphs=None)
 """What `meshrun run` does when nothing is asked for."""
 
@@ -44,7 +46,7 @@ def task_of(kind: type[Task], experiment: Experiment, tiny: bool) -> Task:
     # Real compiling takes minutes on a CPU: tiny runs only go through the motions.
     backend = "eager" if tiny else "inductor"
     how = replace(DEFAULTS, compile=False) if tiny else DEFAULTS
-    return kind(experiment, how, device_of(tiny), workers=0, backend=backend).lasting(1000)
+    return kind(experiment, how, device_of(tiny), workers=0, backend=backend).lasting(STEPS)
 
 
 class Plain(Task):
@@ -98,7 +100,7 @@ def largest(tiny: bool, steps: int) -> dict[str, Any]:
     """What a step of the largest model takes; called in a process of its own."""
     experiment, device = largest_experiment(tiny), device_of(tiny)
     how = replace(SPARING, compile=False, states="fp32") if tiny else SPARING
-    side = peers.Told(Task(experiment, how, device, workers=0).lasting(1000))
+    side = peers.Told(Task(experiment, how, device, workers=0).lasting(STEPS))
     losses = [float(next(side).loss) for _ in range(3)]
     began = time.perf_counter()
     losses += [float(each.loss) for each in itertools.islice(side, steps)]

@@ -224,7 +224,9 @@ def _on_segments(model: nn.Module, own: list[tuple[int, str]], ways: Ways, momen
     if at_once and ways.twice is not None:
         ways.twice.settled = partial(_compile_now, model, modules, ways, moment)
     elif ways.compile.compile:
-        compiled.apply([model] if at_once else [module for _, module in modules], ways.compile.asked)
+        code = compiled.apply([model] if at_once else [module for _, module in modules], ways.compile.asked)
+        if ways.twice is not None and ways.auto:
+            ways.twice.keep_more(code)
     if ways.twice is None:
         return []
     recompute.apply(modules, ways.twice, moment)

@@ -7,6 +7,9 @@ The first step is an ordinary one with the least memory that a step can have, an
 that is how much memory is in use when the segment has been computed again. Before the second step, when the optimizer
 has its state too, the sum says which level fits. No step is tried in vain, and ranks of a mesh, which could not give a
 step up without all others, take the highest level that any of them needs.
+
+Compiled code keeps more than it must at first (`ample`). Where not all of that fits, code that keeps less is compiled
+before anything is computed twice, and the second step shows what the first one has shown.
 """
 
 from __future__ import annotations
@@ -27,6 +30,8 @@ from meshrun.parallel.recompute import Measured, Recomputing, covers
 
 LEVELS = ("none", "every-4", "every-2", "full")
 """Each computes more twice than the one before it."""
+AMPLE = 0.8
+"""The share of its memory that a step may take which keeps more than it must: another batch may be longer."""
 ROOM = 0.06
 """The share of a device's memory that is left to what no step allocates: libraries, and gaps between tensors."""
 
@@ -150,22 +155,25 @@ class Choosing:
         """What the first step needed beside what was there before it."""
 
     def __call__(self, step: int, pieces: list[Piece], samples: int, loss: Score, asked: Asked) -> Outcome:
-        if self.twice.measured is not None and self._least is None:
-            before = self.memory.allocated()
-            self.memory.begin()
-            outcome = self._fitted(step, pieces, samples, loss, asked)
-            self._least = self.memory.peak() - before
-            return outcome
-        if self.twice.measured is not None:
-            self._choose(self.twice.measured)
-        return self._fitted(step, pieces, samples, loss, asked)
+        if self.twice.measured is not None and self._least is not None:
+            self._choose(self.twice.measured, self._least)
+        if self.twice.measured is None:
+            return self._fitted(step, pieces, samples, loss, asked)
+        before = self.memory.allocated()
+        self.memory.begin()
+        outcome = self._fitted(step, pieces, samples, loss, asked)
+        self._least = self.memory.peak() - before
+        return outcome
 
-    def _choose(self, measured: Measured) -> None:
-        assert self._least is not None
-        needed, budget = self.memory.allocated() + self._least, self.memory.budget()
-        level = fitting(measured.kept(), needed, budget)
-        self.twice.level = max(self.here.gathered(level), key=LEVELS.index)
-        self.twice.measured = None
+    def _choose(self, measured: Measured, least: int) -> None:
+        needed, budget = self.memory.allocated() + least, self.memory.budget()
+        share = AMPLE if self.twice.ample else 1.0
+        level = max(self.here.gathered(fitting(measured.kept(), needed, int(share * budget))), key=LEVELS.index)
+        if level != LEVELS[0] and self.twice.ample:
+            self._keep_less()
+            self._least = None
+            return
+        self.twice.level, self.twice.measured = level, None
         self._placed.chosen["recompute"] = self.twice.level
         self.twice.settled(self.twice.level)
         text = None
@@ -182,13 +190,21 @@ class Choosing:
                 if self.memory.is_recording():
                     raise  # for who records: without that it may well fit
                 higher = LEVELS[LEVELS.index(self.twice.level) + 1 :]
-                if not self.may_repeat or not higher:
+                if not self.may_repeat or not (higher or self.twice.ample):
                     raise RunFailed(_too_large(self.memory.budget())) from error
             # Here, where the error no longer holds on to what the step has computed.
             self._forget()
+            if self.twice.ample:
+                self._keep_less()
+                continue
             self.twice.level = self._placed.chosen["recompute"] = higher[0]
             self.twice.settled(higher[0])
             self.tell(f"recompute is {higher[0]} from step {step + 1} on, which did not fit into memory")
+
+    def _keep_less(self) -> None:
+        self.twice.keep_less()
+        if self.twice.measured is not None:
+            self.twice.measured = Measured(self.memory.allocated)
 
     def _note(self, text: str | None) -> None:
         self._placed.notes += [text] if text is not None else []

@@ -119,13 +119,14 @@ def _prepare(asked: bool) -> None:
         torch._inductor.config.unsafe_marked_cacheable_functions.setdefault(name, torch.__version__)
 
 
-def apply(segments: Sequence[nn.Module], asked: bool) -> None:
+def apply(segments: Sequence[nn.Module], asked: bool) -> list[Compiled]:
     """Compile what segments do, in place. Single layers of torch are kernels already; alone they are compiled too."""
     _prepare(asked)
     worth = [each for each in segments if not _is_kernel(each)] or segments
     for segment in worth:
         if not isinstance(segment.forward, Compiled):
             segment.forward = Compiled(segment.forward)
+    return [each.forward for each in worth]  # type: ignore[misc]
 
 
 def remove(module: nn.Module) -> None:
@@ -142,10 +143,24 @@ class Compiled:
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
+        self._forward = forward
+        self.spare()
+
+    def spare(self) -> None:
+        """Keep no more for the backward pass than it must; that is how it begins."""
         from meshrun.parallel.inductor import backend
 
-        self._exact = torch.compile(forward, backend=backend, dynamic=False)
-        self._any = torch.compile(forward, backend=backend)
+        self._compile(backend)
+
+    def keep(self) -> None:
+        """Keep what is quicker kept than made again."""
+        from meshrun.parallel.inductor import ample
+
+        self._compile(ample)
+
+    def _compile(self, backend: Callable[..., Any]) -> None:
+        self._exact = torch.compile(self._forward, backend=backend, dynamic=False)
+        self._any = torch.compile(self._forward, backend=backend)
         self._met: dict[bool, set[Any]] = {True: set(), False: set()}
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:

@@ -7,8 +7,8 @@ Where torch's own choices aim at any program, others are better here:
 - A row of some thousand numbers (of a norm, of an activation that is then quantised) is read once and kept until its
   sum or maximum is known. torch reads it a second time from 1,025 numbers on.
 - What the backward pass multiplies with, and a few cheap operations make of what is kept anyway (an activation, a
-  norm), is made again. Keeping it takes a quarter more memory, and saved no time that could be seen. Not so where
-  there are convolutions: to make their inputs again takes as long as many of them.
+  norm), is made again. Not so where there are convolutions: to make their inputs again takes as long as many of them.
+  Where memory is ample, activations that are costly to make again are kept too: see `ample`.
 - Linear layers that read the same are one product: see `joined`.
 - The gradient of a linear layer's inputs, where these are many more than its outputs, is computed with the weight
   transposed: the order that both factors then have in memory is the one for which GPUs multiply fastest.
@@ -34,6 +34,7 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
 from meshrun.kernels import pooled
+from meshrun.parallel.ample import Kept
 from meshrun.parallel.joined import join
 
 ROW = 16_384
@@ -48,11 +49,19 @@ _CONVOLUTIONS = {getattr(torch, f"conv{kind}{size}d") for kind in ("", "_transpo
 
 def backend(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
     """Compile a graph."""
+    return _compiled(graph, inputs, {}, options)
+
+
+def ample(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+    """Compile a graph, where there is memory for what is quicker to keep."""
+    return _compiled(graph, inputs, {"joint_custom_pre_pass": Kept()}, options)
+
+
+def _compiled(graph: fx.GraphModule, inputs: list[Any], patches: dict[str, Any], options: dict[str, Any]) -> Any:
     torch._inductor.config.inductor_choices_class = Choices  # by the thread that asks first, which may be autograd's
-    patches: dict[str, Any] = {}
     if any(isinstance(each, Tensor) and each.is_cuda for each in inputs):
         join(graph)
-        patches["post_grad_custom_pre_pass"] = Rewritten()
+        patches = {**patches, "post_grad_custom_pre_pass": Rewritten()}
     with torch._functorch.config.patch(ban_recompute_materialized_backward=_convolves(graph)):
         return compile_fx(graph, inputs, config_patches=patches, **options)
 

@@ -10,7 +10,8 @@ every-2     the same for every second segment (or any other number)
 selective   a segment keeps the results of matrix products and attention, and computes the cheap rest again
 
 The second computation is around what a segment does, compiled or not: all levels run the same compiled code. Such code
-computes the cheap rest again by itself, so for it selective is the same as none.
+computes the cheap rest again by itself, so for it selective is the same as none. Where the level is left to us, it is
+code that keeps more (`ample`), unless memory asks for another level than none.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -66,6 +67,16 @@ def covers(level: str, number: int) -> bool:
     return stride > 0 and number % stride == stride - 1
 
 
+class Code(Protocol):
+    """Compiled code of a segment."""
+
+    def keep(self) -> None:
+        """Keep also what is quicker kept than made again."""
+
+    def spare(self) -> None:
+        """Keep what it must."""
+
+
 @dataclass
 class Recomputing:
     """What is computed twice now; all segments of a model share one of these."""
@@ -76,6 +87,20 @@ class Recomputing:
     """Filled with what segments would have kept, while it is there."""
     settled: Callable[[str], None] = lambda _: None
     """Told the level where it was left to us, once it is known and whenever it changes."""
+    ample: list[Code] = field(default_factory=list)
+    """Compiled code that keeps what is quicker kept than made again: until memory does not hold all activations."""
+
+    def keep_more(self, code: Sequence[Code]) -> None:
+        """Have compiled code keep more than it must, for a start."""
+        for each in code:
+            each.keep()
+        self.ample += code
+
+    def keep_less(self) -> None:
+        """Have all compiled code keep what it must."""
+        for each in self.ample:
+            each.spare()
+        self.ample.clear()
 
     def covers(self, number: int) -> bool:
         return covers(self.level, number) and not (self.compiled and self.level == "selective")

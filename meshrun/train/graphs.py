@@ -1,6 +1,6 @@
-"""Short steps as CUDA graphs: the device repeats a step that was recorded, and the host only hands it the next batch.
+"""Steps as CUDA graphs: the device repeats a step that was recorded, and the host only hands it the next batch.
 
-    compute = Graphed(gradients, placed, device, CudaRecorder(device), wanted=None, note=print)
+    compute = Graphed(gradients, placed, device, CudaRecorder(device), wanted=None, steps=1000, note=print)
     compute(step, pieces, samples)       # what gradients(step, pieces, samples) returns, and leaves in `.grad`
 
 A step of a small model is hundreds of kernels of a few microseconds, and the host cannot start them as fast as the
@@ -51,6 +51,9 @@ SHORT, LONG = 0.020, 0.200
 BUSY = 0.4
 """Of a step, from which on the host that starts its kernels says that they are many: between two of them the device
 waits a microsecond or more, and where the host is slower than it, for the host."""
+LASTING = 1800.0
+"""Seconds of a training from which on that microsecond is worth it in any step: of that of a Llama of a billion
+parameters all of them are three thousandths."""
 ENOUGH = 50
 """Steps that a training must have: recording one costs as much as some."""
 CHECK_EVERY = 2000
@@ -92,9 +95,9 @@ def refused(why: str) -> str:
     return f"steps are not replayed as CUDA graphs: {why} (--graphs)"
 
 
-def is_short(begun: float, done: float) -> bool:
-    """Whether replaying a step pays: the host had started all of it after so many seconds, and the device done it."""
-    return done <= SHORT or (done <= LONG and begun > BUSY * done)
+def pays(begun: float, done: float, steps: int) -> bool:
+    """Whether replaying steps pays: the host had started all of one after some seconds, and the device done it."""
+    return done <= SHORT or (done <= LONG and begun > BUSY * done) or steps * done >= LASTING
 
 
 def has_branches(placed: Placed) -> bool:
@@ -167,10 +170,11 @@ class Graphed:
         device: torch.device,
         recorder: Recorder,
         wanted: bool | None,
+        steps: int,
         note: Note,
     ) -> None:
         self._compute, self._placed, self._device, self._recorder = compute, placed, device, recorder
-        self._wanted, self._note = wanted, note
+        self._wanted, self._steps, self._note = wanted, steps, note
         self._recording: Recording | None = None
         self._over = False
         self._seen: dict[Form, int] = {}
@@ -227,8 +231,9 @@ class Graphed:
             found = self._as_always(step, pieces, samples)
             begun = time.perf_counter() - began
             self._recorder.wait()
-            pays = is_short(begun, time.perf_counter() - began) and self._recorder.has_room()
-            self._over = self._wanted is None and not pays
+            done = time.perf_counter() - began
+            worth = pays(begun, done, self._steps) and self._recorder.has_room()
+            self._over = self._wanted is None and not worth
             return found
         return self._recorded(form, tensors, step, pieces, samples)
 

@@ -174,6 +174,7 @@ class Trainer:
             steps_per_epoch=self.order.steps_per_epoch,
             recorder=graphs.recorder_on(device) if why is None else None,
             graphs=how.graphs,
+            total_steps=self.total_steps,
             note=self._without_graphs,
             in_backward=how.update_in_backward,
         )
@@ -288,7 +289,7 @@ class Trainer:
             self.placed.agree_on_buffers()
         self._files.keep("last", {"step": self.step})
         if self.placed.chosen["graphs"] == "auto":
-            self.placed.chosen |= {"graphs": False, "graphs_why": "no step was short enough, or none could be recorded"}
+            self.placed.chosen |= {"graphs": False, "graphs_why": "it would not pay, or no step could be recorded"}
         if self.keeper is not None:
             self.keeper.finish()
         return self.totals.result()

@@ -65,6 +65,7 @@ class Stepper:
     recorder: Recorder | None = None
     """Where steps may be recorded and replayed; `graphs` None leaves it to how long they take."""
     graphs: bool | None = None
+    total_steps: int = 0
     note: Callable[[str], None] = lambda _: None
     in_backward: bool = False
     """Whether weights change while gradients are computed."""
@@ -82,7 +83,9 @@ class Stepper:
     @cached_property
     def graphed(self) -> Graphed:
         assert self.recorder is not None
-        return Graphed(self._scaled, self.placed, self.here.device, self.recorder, self.graphs, self.note)
+        return Graphed(
+            self._scaled, self.placed, self.here.device, self.recorder, self.graphs, self.total_steps, self.note
+        )
 
     @cached_property
     def changing_at_once(self) -> InBackward:

@@ -79,6 +79,14 @@ class Played:
         self.model = nn.Linear(1, 1)
         self.twice = Recomputing("auto")
         self.has_buffers = buffers
+        self.each = 10
+        """What a segment keeps."""
+
+    def keep(self) -> None:
+        self.each = 15
+
+    def spare(self) -> None:
+        self.each = 10
 
     def own_buffers(self) -> dict[str, Tensor]:
         return {"mean": torch.zeros(1)} if self.has_buffers else {}
@@ -106,11 +114,11 @@ class Played:
         self.held_before = self.held
         self.steps.append(self.twice.level)
         self.model.weight.grad = torch.ones(1, 1)
-        self._take(20 + sum(10 for each in range(self.segments) if not self.twice.covers(each)))
+        self._take(20 + sum(self.each for each in range(self.segments) if not self.twice.covers(each)))
         for each in range(self.segments):
             if self.twice.measured is not None:
                 self.twice.measured.forward(each)
-                self.twice.measured.again(each, 10)
+                self.twice.measured.again(each, self.each)
         self.held = self.held_before + (30 if step == 0 else 0)
         return f"step {step}"
 
@@ -139,6 +147,66 @@ def test_the_second_step_computes_twice_what_the_first_one_has_shown_to_be_neede
     assert [run(step, number) for number in range(3)] == ["step 0", "step 1", "step 2"]
     assert played.steps == ["full", level, level] and played.chosen["recompute"] == level
     assert len(played.notes) == (level != "none")
+
+
+@pytest.mark.parametrize(
+    "room, levels, each",
+    [
+        (1000, ["full", "none", "none"], 15),
+        (213, ["full", "none", "none"], 15),
+        (212, ["full", "full", "none"], 10),
+        (130, ["full", "full", "none"], 10),
+        (129, ["full", "full", "every-4"], 10),
+    ],
+)
+def test_code_that_keeps_less_is_compiled_before_anything_is_computed_twice(room: int, levels: list[str], each: int):
+    """With all that is quicker kept a step takes 170, which is to be no more than four fifths of the room."""
+    played = Played(room)
+    played.twice.keep_more([played])
+    step = choosing(played)
+    assert [run(step, number) for number in range(3)] == ["step 0", "step 1", "step 2"]
+    assert (played.steps, played.each, played.chosen["recompute"]) == (levels, each, levels[-1])
+    assert len(played.notes) == (levels[-1] != "none")
+
+
+def test_ranks_keep_less_where_one_of_them_needs_it():
+    played = Played(1000)
+    played.twice.keep_more([played])
+    step = choosing(played, size=2, others="every-4")
+    run(step, 0), run(step, 1), run(step, 2)
+    assert played.steps == ["full", "full", "every-4"] and played.each == 10
+
+
+def test_code_that_keeps_less_is_tried_first_where_a_step_does_not_fit():
+    played = Played(213)
+    played.twice.keep_more([played])
+    step = choosing(played)
+    run(step, 0), run(step, 1)
+    played.segments = 11  # 50 + 165 with what is quicker kept
+    run(step, 2)
+    assert played.steps == ["full", "none", "none", "none"] and played.each == 10
+    assert played.chosen["recompute"] == "none" and played.notes == []
+
+
+def test_the_first_step_too_may_need_code_that_keeps_less():
+    """It is seen anew what segments keep: what was begun and did not fit is not counted."""
+    played = Played(29)
+    played.twice.keep_more([played])
+    full = played.step
+
+    def first(step: int, *about: Any) -> str:
+        assert played.twice.measured is not None
+        if played.each > 10:
+            played.held_before = played.held
+            played.model.weight.grad = None
+            played.twice.measured.forward(0)
+            raise torch.OutOfMemoryError("one segment alone")
+        return full(step, *about)
+
+    played.step = first  # type: ignore[method-assign]
+    run(choosing(played), 0)
+    assert played.each == 10 and played.twice.measured is not None
+    assert played.twice.measured.kept() == dict.fromkeys(range(8), 10)
 
 
 def test_ranks_take_the_highest_level_that_one_of_them_needs():

@@ -1,0 +1,89 @@
+"""What compiled code keeps for its backward pass where memory is ample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from meshrun.parallel import inductor
+from meshrun.parallel.compiled import Compiled
+
+
+class Gated(nn.Module):
+    """What is multiplied last is made of two tensors."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        self.rise, self.fall = nn.Linear(8, 32, bias=bias), nn.Linear(16, 8, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.rise(x).split(16, -1)
+        return self.fall(F.silu(gate) * up)
+
+
+class Masked(Gated):
+    """It is made of one tensor, and of numbers that nobody reads from memory."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.rise(x)[..., :16]
+        return self.fall(F.relu(hidden) * (torch.arange(hidden.numel()) % 3).view_as(hidden))
+
+
+def kept(module: nn.Module, forward: Callable[..., Tensor]) -> list[tuple[int, ...]]:
+    """The shapes of what is kept, of 24 rows, and gradients that are those of the module."""
+    found: list[tuple[int, ...]] = []
+    x = torch.randn(4, 6, 8, generator=torch.Generator().manual_seed(0))
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: (found.append(tuple(each.shape)), each)[1], lambda _: _):
+        result = forward(x)
+    gradients = torch.autograd.grad(result.square().sum(), list(module.parameters()))
+    expected = torch.autograd.grad(module(x).square().sum(), list(module.parameters()))
+    torch.testing.assert_close(gradients, expected, rtol=1e-4, atol=1e-5)
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _compiles_anew():
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gated_activation_is_kept(bias: bool):
+    module = Gated(bias)
+    counts = [
+        sum(shape in ((24, 16), (4, 6, 16)) for shape in kept(module, torch.compile(module.forward, backend=backend)))
+        for backend in (inductor.backend, inductor.ample)
+    ]
+    assert counts[1] == counts[0] + 1
+
+
+def test_what_is_made_of_one_tensor_is_made_again():
+    module = Masked(False)
+    shapes = [kept(module, torch.compile(module.forward, backend=each)) for each in (inductor.backend, inductor.ample)]
+    assert sorted(shapes[0]) == sorted(shapes[1])
+
+
+def test_compiled_code_keeps_less_when_it_is_told_to():
+    module = Gated(False)
+    code = Compiled(module.forward)
+    least = kept(module, code)
+    code.keep()
+    assert len(kept(module, code)) == len(least) + 1
+    code.spare()
+    assert kept(module, code) == least
+
+
+def test_an_evaluation_has_nothing_to_keep():
+    module = Gated(False)
+    code = Compiled(module.forward)
+    code.keep()
+    x = torch.randn(4, 6, 8)
+    with torch.no_grad():
+        assert torch.allclose(code(x), module(x))
