@@ -6,8 +6,8 @@
 
 Sides take turns, each in a process of its own, `--steps` updates at a time, in an order that is drawn anew each round;
 a ratio is the median over rounds of what meshrun does in a second over what the other does in the same round. `of_peak`
-is the share of what large matrix products reach for some milliseconds, `of_lasting` of what they reach for a second on
-end, when the card is at its limit of power. Parts:
+is the share of what large matrix products reach, which have their turns too, for some milliseconds; `of_lasting` of
+what they reach for a second on end, when the card is at its limit of power. Parts:
 
 - llama: 1.1 billion parameters, 2,048 tokens, batch 16, AdamW: bf16 and float8 beside Fabric, Accelerate (as their
   documentation shows them, transformers' Llama), Fabric + compile, and bare torch, compiled, with fused AdamW.
@@ -41,7 +41,7 @@ from typing import Any
 
 import torch
 from common import print_table
-from h200_sides import EXPERIMENTS, PACKAGES, SIDES, device_of, imports_of, largest
+from h200_sides import EXPERIMENTS, PACKAGES, SIDES, Products, device_of, imports_of, largest
 
 from meshrun.check.bench_count import count
 from meshrun.check.bench_process import Process
@@ -57,6 +57,7 @@ TINY_LAYOUTS = ("fsdp=8", "dp=2,fsdp=4", "fsdp=4,tp=2")
 PATIENCE = 300.0
 """Seconds that a start, or a rank, may take."""
 GIB = float(1 << 30)
+PRODUCTS = "matrix products"
 Found = tuple[list[dict[str, Any]], dict[str, float | None]]
 """Rows and ratios of a part."""
 
@@ -146,6 +147,7 @@ def in_turns(part: str, options: argparse.Namespace) -> tuple[dict[str, Taken], 
         Entry(name, partial(sides[name], tiny=options.tiny), about["batch"], imports_of(part, name, options.tiny))
         for name in chosen
     ]
+    entries.append(Entry(PRODUCTS, partial(Products, options.tiny), 1))
     say: Callable[[str], None] = lambda text: print(f"{part}: {text}", file=sys.stderr, flush=True)  # noqa: E731
     return take_turns(entries, options.rounds, options.steps, device, options.warm_up, say), about
 
@@ -157,29 +159,33 @@ def about_of(part: str, tiny: bool) -> dict[str, Any]:
     return {
         "batch": experiment.batch,
         "tokens": tokens_of(experiment.train[0][0]),
-        "flops": count(experiment, torch.device("cpu")).flops,
-        "peak": device.products,
+        "flops": count(experiment, torch.device("cpu")).flops / experiment.batch,
+        "product": Products.flops(tiny),
         "lasting": device.lasting or device.products,
     }
 
 
 def rows_of(taken: dict[str, Taken], about: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
+    products = taken[PRODUCTS]
     for name, side in taken.items():
-        beside = ratios(taken["meshrun"], side)
+        if side is products:
+            continue
+        beside, peak = ratios(taken["meshrun"], side), ratios(side, products)
         rows.append(
             {
                 "side": name,
                 "samples_per_s": side.rate,
                 "tokens_per_s": side.rate * about["tokens"] if side.rate and about["tokens"] else None,
-                "of_peak": about["flops"] / side.step_s / about["peak"] if side.step_s else None,
-                "of_lasting": about["flops"] / side.step_s / about["lasting"] if side.step_s else None,
+                "of_peak": peak[0] * about["flops"] / about["product"] if peak else None,
+                "of_lasting": side.rate * about["flops"] / about["lasting"] if side.rate else None,
                 "peak_gib": side.built.peak / GIB if side.built is not None and side.built.peak else None,
                 "first_step_s": side.built.first_step_s if side.built is not None else None,
                 "cpu_s_per_sample": side.cpu_s,
                 "meshrun_is_times": beside and beside[0],
                 "quartiles": beside and [beside[1], beside[2]],
                 "losses": side.built.losses if side.built is not None else [],
+                "chosen": side.built.chosen if side.built is not None else {},
                 "error": side.error,
             }
         )
@@ -194,7 +200,7 @@ def times(taken: dict[str, Taken], one: str, *others: str) -> float | None:
 
 def llama_part(options: argparse.Namespace) -> Found:
     taken, about = in_turns("llama", options)
-    rows = rows_of(taken, about)
+    rows, products = rows_of(taken, about), taken[PRODUCTS].rate
     ours = next(row for row in rows if row["side"] == "meshrun")
     theirs = next((row for row in rows if row["side"] == "fabric"), None)
     share = ours["peak_gib"] / theirs["peak_gib"] if theirs and ours["peak_gib"] and theirs["peak_gib"] else None
@@ -210,7 +216,7 @@ def llama_part(options: argparse.Namespace) -> Found:
         "memory_vs_fabric": share,
         "of_peak": ours["of_peak"],
         "of_lasting": ours["of_lasting"],
-        "peak_tflops": about["peak"] / 1e12,
+        "peak_tflops": products * about["product"] / 1e12 if products else None,
         "lasting_tflops": about["lasting"] / 1e12,
     }
 

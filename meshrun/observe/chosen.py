@@ -17,6 +17,7 @@ NAMES = {
     "precision": "Precision",
     "compile": "Compiled",
     "recompute": "Computed twice",
+    "ample": "Gated activations kept",
     "attention": "Attention",
     "channels_last": "Channels last",
     "update": "Optimizer's step",
@@ -36,7 +37,7 @@ WORDS = {
     ("update", "fused"): "torch's own, fused",
     ("update", "one-pass"): "in one pass over memory",
     ("states", "8bit"): "8 bits",
-    ("graphs", "auto"): "where steps are short",
+    ("graphs", "auto"): "where it pays",
 }
 IN_A_LINE = {
     ("precision", "bf16"): "in bf16",

@@ -10,8 +10,6 @@ they are made of.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -20,13 +18,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 _aten = torch.ops.aten
 FACTORS = {_aten.mm.default: 0, _aten.addmm.default: 1}
 """Products, and which of their arguments is the activation."""
-VIEWS = {
-    _aten.view.default,
-    _aten.reshape.default,
-    _aten.permute.default,
-    _aten.unsqueeze.default,
-    _aten.expand.default,
-}
+_VIEWS = {_aten.view.default, _aten.reshape.default}
+_CONVERTED = torch.ops.prims.convert_element_type.default
 
 
 class Kept(CustomGraphPass):
@@ -37,7 +30,7 @@ class Kept(CustomGraphPass):
         for operation, place in FACTORS.items():
             for product in graph.find_nodes(op="call_function", target=operation) if backward else ():
                 factor = _seen_through(product.args[place])
-                if product not in backward and _is_pointwise(factor) and _is_gated(factor):
+                if product not in backward and _is_gated(factor):
                     factor.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
     def uuid(self) -> bytes:
@@ -56,24 +49,32 @@ def _of_backward(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _is_gated(node: fx.Node) -> bool:
-    """Whether what it is made of, by operations that compute each number from its like, is twice as large as it is."""
-    own, *read = (_bytes(each) for each in (node, *set(_made_of(node, set()))))
-    return own is not None and 2 * own <= sum(each or 0 for each in read)
+    """Whether it is one tensor times another, each as large as it is and made of what the other is not made of."""
+    node = node.all_input_nodes[0] if node.target is _CONVERTED else node
+    if node.target is not _aten.mul.Tensor or len(node.all_input_nodes) != 2:
+        return False
+    size = _size(node)
+    one, other = (_made_of(each) for each in node.all_input_nodes)
+    alike = size is not None and all(_size(each) == size for each in node.all_input_nodes)
+    return alike and bool(one) and bool(other) and one.isdisjoint(other)
 
 
-def _made_of(node: fx.Node, met: set[fx.Node]) -> Iterator[fx.Node]:
-    """What is read; what is drawn or counted is not."""
-    for each in map(_seen_through, node.all_input_nodes):
-        if _is_pointwise(each) and each not in met:
-            met.add(each)
-            yield from _made_of(each, met)
-        elif not _is_pointwise(each) and (each.op == "placeholder" or each.all_input_nodes):
-            yield each
+def _made_of(node: fx.Node) -> set[fx.Node]:
+    """What is read to compute each number of a tensor from its like; what is drawn or counted is not read."""
+    found, met, ahead = set(), {node}, [node]
+    while ahead:
+        node = _seen_through(ahead.pop())
+        if _is_pointwise(node):
+            ahead += [each for each in node.all_input_nodes if each not in met]
+            met.update(node.all_input_nodes)
+        elif node.op == "placeholder" or node.all_input_nodes:
+            found.add(node)
+    return found
 
 
 def _seen_through(node: fx.Node) -> fx.Node:
     """What a view is of."""
-    while node.target in VIEWS:
+    while node.target in _VIEWS:
         node = node.all_input_nodes[0]
     return node
 
@@ -82,9 +83,9 @@ def _is_pointwise(node: fx.Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.pointwise in node.target.tags
 
 
-def _bytes(node: fx.Node) -> int | None:
-    """The size of a tensor, if that is what it is and its size is always the same."""
+def _size(node: fx.Node) -> int | None:
+    """How many numbers a tensor has, if that is what it is and they are always as many."""
     value = node.meta.get("val")
     if not isinstance(value, Tensor) or not all(isinstance(each, int) for each in value.shape):
         return None
-    return value.numel() * value.element_size()
+    return value.numel()

@@ -175,6 +175,8 @@ class Choosing:
             return
         self.twice.level, self.twice.measured = level, None
         self._placed.chosen["recompute"] = self.twice.level
+        if self.twice.ample:
+            self._placed.chosen["ample"] = True
         self.twice.settled(self.twice.level)
         text = None
         if self.twice.level != "none":
@@ -203,6 +205,7 @@ class Choosing:
 
     def _keep_less(self) -> None:
         self.twice.keep_less()
+        self._placed.chosen["ample"] = False
         if self.twice.measured is not None:
             self.twice.measured = Measured(self.memory.allocated)
 

@@ -34,6 +34,21 @@ class Masked(Gated):
         return self.fall(F.relu(hidden) * (torch.arange(hidden.numel()) % 3).view_as(hidden))
 
 
+class Activated(Gated):
+    """It is made of one tensor, twice."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fall(F.silu(self.rise(x)[..., :16]))
+
+
+class Normed(Gated):
+    """It is made of a sum of two tensors, which is kept in any case."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, other = self.rise(x).split(16, -1)
+        return self.fall(F.rms_norm(one + other, (16,), self.fall.weight[0]))
+
+
 def kept(module: nn.Module, forward: Callable[..., Tensor]) -> list[tuple[int, ...]]:
     """The shapes of what is kept, of 24 rows, and gradients that are those of the module."""
     found: list[tuple[int, ...]] = []
@@ -64,8 +79,9 @@ def test_a_gated_activation_is_kept(bias: bool):
     assert counts[1] == counts[0] + 1
 
 
-def test_what_is_made_of_one_tensor_is_made_again():
-    module = Masked(False)
+@pytest.mark.parametrize("kind", [Masked, Activated, Normed])
+def test_what_reads_no_more_than_one_tensor_is_made_again(kind: type[Gated]):
+    module = kind(False)
     shapes = [kept(module, torch.compile(module.forward, backend=each)) for each in (inductor.backend, inductor.ample)]
     assert sorted(shapes[0]) == sorted(shapes[1])
 
