@@ -301,25 +301,35 @@ def test_on_a_gpu_the_first_step_computes_all_twice_unless_the_model_is_one_piec
     assert asked.without_segments() == asked and not asked.channels_last
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("granted, levels", [(None, {"none"}), (8e9, {"every-4", "every-2", "full"})])
-def test_memory_decides_how_much_is_computed_twice_on_a_gpu(granted: float | None, levels: set[str]):
-    """Blocks that keep 4 GiB or more beside 4.5 that a step needs in any case."""
-    width, rows = 4096, 1 << 14
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(torch.sin(self.layer(x)))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rise, self.fall = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.rise(x).split(WIDTH, -1)
+        return x + self.fall(torch.tanh(gate) * up)
+
+
+WIDTH, ROWS = 4096, 1 << 14
+
+
+def chosen_on_a_gpu(block: type[nn.Module], how: How, granted: float | None) -> dict[str, Any]:
+    """What is chosen for eight blocks and 16,384 rows, of which a tensor is 256 MiB, in so many bytes of memory."""
     device = torch.device("cuda", 0)
-
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(width, width)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return torch.tanh(torch.sin(self.layer(x)))
-
     mesh.use(mesh.Meeting(device="cuda"))
     experiment = Experiment(
-        model=lambda: nn.Sequential(*(Wide() for _ in range(8)), nn.Linear(width, 3)),
-        train=TensorDataset(torch.randn(8, width), torch.zeros(8, dtype=torch.long)),
+        model=lambda: nn.Sequential(*(block() for _ in range(8)), nn.Linear(WIDTH, 3)),
+        train=TensorDataset(torch.randn(8, WIDTH), torch.zeros(8, dtype=torch.long)),
         loss=cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3),
         batch=8,
@@ -328,17 +338,32 @@ def test_memory_decides_how_much_is_computed_twice_on_a_gpu(granted: float | Non
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.empty_cache()
     try:
-        placed = build(experiment, mesh.start(), How(recompute="auto"))
-        inputs, targets = torch.randn(rows, width, device=device), torch.zeros(rows, dtype=torch.long, device=device)
-        piece = Piece(inputs, targets, list(range(rows)), rows)
-        for number in range(3):
+        placed = build(experiment, mesh.start(), how)
+        inputs, targets = torch.randn(ROWS, WIDTH, device=device), torch.zeros(ROWS, dtype=torch.long, device=device)
+        piece = Piece(inputs, targets, list(range(ROWS)), ROWS)
+        for number in range(4):
             if granted is not None:
                 torch.cuda.set_per_process_memory_fraction(granted / total, device)
-            placed.step(number, [piece], rows, cross_entropy, nobody)
+            placed.step(number, [piece], ROWS, cross_entropy, nobody)
             for each in placed.model.parameters():
                 each.grad = None
-        assert placed.chosen["recompute"] in levels
+        return placed.chosen
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0, device)
         mesh.finish()
         mesh.use(mesh.Meeting())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granted, levels", [(None, {"none"}), (8e9, {"every-4", "every-2", "full"})])
+def test_memory_decides_how_much_is_computed_twice_on_a_gpu(granted: float | None, levels: set[str]):
+    """Blocks that keep 4 GiB or more beside 4.5 that a step needs in any case."""
+    assert chosen_on_a_gpu(Wide, How(recompute="auto"), granted)["recompute"] in levels
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granted, ample", [(None, True), (15e9, False)])
+def test_memory_decides_whether_gated_activations_are_kept_on_a_gpu(granted: float | None, ample: bool):
+    """A block keeps its inputs, what it makes of them, which is twice as large, and where memory is ample one more."""
+    found = chosen_on_a_gpu(Gated, How(recompute="auto", compile=True), granted)
+    assert found["ample"] is ample
