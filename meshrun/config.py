@@ -67,7 +67,7 @@ class RunConfig:
         "auto", "Activations computed twice to save memory: auto, none, full, selective, or every-K."
     )
     compile: bool | None = option(None, "Compile each segment of the model; on GPUs where it pays, when absent.")
-    graphs: bool | None = option(None, "Replay steps as CUDA graphs; where steps are short, when absent.")
+    graphs: bool | None = option(None, "Replay steps as CUDA graphs; where it pays, when absent.")
     states: Literal["fp32", "8bit"] = option("fp32", "What Adam's moments are kept in.")
     update_in_backward: bool = option(False, "Update each weight as soon as its gradient is there, and let that go.")
     offload: bool = option(False, "Keep fsdp's shards and the optimizer's state in host memory.")
