@@ -59,7 +59,7 @@ def to_be_let_go(wanted: int, held: dict[str, int], cost: dict[str, float], tota
 def in_order(peaks: dict[str, int], held: dict[str, int], total: int, number: int) -> list[str]:
     """Who comes after whom in a round: drawn where all fit together, else by hunger, up and down in turns."""
     names = list(peaks)
-    if max(peaks.values(), default=0) + sum(held.values()) <= FULL * total:
+    if EASE * max(peaks.values(), default=0) + sum(held.values()) <= FULL * total:
         return random.Random(number).sample(names, len(names))
     return sorted(names, key=lambda name: peaks[name], reverse=number % 2 == 0)
 
@@ -99,7 +99,7 @@ def _with_room(side: SideProcess, sides: list[SideProcess], total: int, act: Cal
     others = {each.entry.name: each for each in sides if each is not side}
     if total:
         # What is not known yet is as much as the hungriest so far.
-        wanted = int(EASE * (side.peak or max(each.peak for each in sides)))
+        wanted = min(int(EASE * (side.peak or max(each.peak for each in sides))), int(FULL * total))
         held = {name: each.held for name, each in others.items()}
         total -= sum(each.lost for each in others.values())
         cost = {name: each.taken.built.first_step_s if each.taken.built else 0.0 for name, each in others.items()}

@@ -1,6 +1,8 @@
 """What compiled code keeps for its backward pass where there is memory for more than it must.
 
-    torch.compile(segment.forward, backend=inductor.ample)
+    backend = inductor.Ample()
+    torch.compile(segment.forward, backend=backend)     # the same for all segments: those that are alike share code
+    backend.finds                                       # whether there was anything to keep, once it was compiled
 
 Of what its products multiply, torch's compiler keeps what is costly to make again. A gated activation is not: it is
 made of two tensors that are kept anyway. But these are read, and it is written, in every backward pass, which for a
@@ -9,6 +11,8 @@ they are made of.
 """
 
 from __future__ import annotations
+
+import operator
 
 import torch
 from torch import Tensor, fx
@@ -30,7 +34,8 @@ class Kept(CustomGraphPass):
         for operation, place in FACTORS.items():
             for product in graph.find_nodes(op="call_function", target=operation) if backward else ():
                 factor = _seen_through(product.args[place])
-                if product not in backward and _is_gated(factor):
+                # What a user has said of it, by torch's checkpoint, stays.
+                if product not in backward and _is_gated(factor) and "recompute" not in factor.meta:
                     factor.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
     def uuid(self) -> bytes:
@@ -54,20 +59,21 @@ def _is_gated(node: fx.Node) -> bool:
     if node.target is not _aten.mul.Tensor or len(node.all_input_nodes) != 2:
         return False
     size = _size(node)
-    one, other = (_made_of(each) for each in node.all_input_nodes)
-    alike = size is not None and all(_size(each) == size for each in node.all_input_nodes)
-    return alike and bool(one) and bool(other) and one.isdisjoint(other)
+    if size is None or any(_size(each) != size for each in node.all_input_nodes):
+        return False
+    one, other = (_made_of(each, size) for each in node.all_input_nodes)
+    return bool(one) and bool(other) and one.isdisjoint(other)
 
 
-def _made_of(node: fx.Node) -> set[fx.Node]:
-    """What is read to compute each number of a tensor from its like; what is drawn or counted is not read."""
+def _made_of(node: fx.Node, size: int) -> set[fx.Node]:
+    """What of this size is read to compute each number of a tensor from its like; what is drawn or counted is not."""
     found, met, ahead = set(), {node}, [node]
     while ahead:
-        node = _seen_through(ahead.pop())
-        if _is_pointwise(node):
+        node = ahead.pop()
+        if _is_pointwise(node) or node.target in _VIEWS or node.target is _aten.expand.default:
             ahead += [each for each in node.all_input_nodes if each not in met]
             met.update(node.all_input_nodes)
-        elif node.op == "placeholder" or node.all_input_nodes:
+        elif (_size(node) or 0) >= size and (node.op == "placeholder" or node.all_input_nodes):
             found.add(node)
     return found
 
@@ -89,3 +95,15 @@ def _size(node: fx.Node) -> int | None:
     if not isinstance(value, Tensor) or not all(isinstance(each, int) for each in value.shape):
         return None
     return value.numel()
+
+
+def has_gates(graph: fx.GraphModule) -> bool:
+    """Whether, in a model as it is written, some tensor is multiplied by another one of its shape."""
+    return any(map(_multiplies_its_like, graph.graph.nodes))
+
+
+def _multiplies_its_like(node: fx.Node) -> bool:
+    if node.target not in (operator.mul, torch.mul, "mul", "mul_", operator.imul) or len(node.all_input_nodes) != 2:
+        return False
+    one, other = (getattr(each.meta.get("example_value"), "shape", None) for each in node.all_input_nodes)
+    return one is not None and one == other and len(one) > 1

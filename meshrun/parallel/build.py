@@ -225,8 +225,8 @@ def _on_segments(model: nn.Module, own: list[tuple[int, str]], ways: Ways, momen
         ways.twice.settled = partial(_compile_now, model, modules, ways, moment)
     elif ways.compile.compile:
         code = compiled.apply([model] if at_once else [module for _, module in modules], ways.compile.asked)
-        if ways.twice is not None and ways.auto:
-            ways.twice.keep_more(code)
+        if ways.twice is not None:
+            ways.twice.code.append(code)
     if ways.twice is None:
         return []
     recompute.apply(modules, ways.twice, moment)

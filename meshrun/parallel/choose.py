@@ -8,8 +8,9 @@ that is how much memory is in use when the segment has been computed again. Befo
 has its state too, the sum says which level fits. No step is tried in vain, and ranks of a mesh, which could not give a
 step up without all others, take the highest level that any of them needs.
 
-Compiled code keeps more than it must at first (`ample`). Where not all of that fits, code that keeps less is compiled
-before anything is computed twice, and the second step shows what the first one has shown.
+Where a step can be repeated, compiled code keeps more than it must at first (`ample`). If that does not fit with room
+to spare, code that keeps less is compiled before anything is computed twice, and the second step shows what the first
+one has shown.
 """
 
 from __future__ import annotations
@@ -150,6 +151,8 @@ class Choosing:
         self.computes = placed.step
         """What computes a step; another may take its place."""
         self._placed = placed
+        for code in twice.code if self.may_repeat else ():
+            code.keep_more()
         twice.level, twice.measured = "full", Measured(memory.allocated)
         self._least: int | None = None
         """What the first step needed beside what was there before it."""
@@ -167,15 +170,15 @@ class Choosing:
 
     def _choose(self, measured: Measured, least: int) -> None:
         needed, budget = self.memory.allocated() + least, self.memory.budget()
-        share = AMPLE if self.twice.ample else 1.0
+        share = AMPLE if self.twice.keeps_more else 1.0
         level = max(self.here.gathered(fitting(measured.kept(), needed, int(share * budget))), key=LEVELS.index)
-        if level != LEVELS[0] and self.twice.ample:
+        if level != LEVELS[0] and self.twice.keeps_more:
             self._keep_less()
             self._least = None
             return
         self.twice.level, self.twice.measured = level, None
         self._placed.chosen["recompute"] = self.twice.level
-        if self.twice.ample:
+        if self.twice.keeps_more:
             self._placed.chosen["ample"] = True
         self.twice.settled(self.twice.level)
         text = None
@@ -192,22 +195,26 @@ class Choosing:
                 if self.memory.is_recording():
                     raise  # for who records: without that it may well fit
                 higher = LEVELS[LEVELS.index(self.twice.level) + 1 :]
-                if not self.may_repeat or not (higher or self.twice.ample):
+                if not self.may_repeat or not (higher or self.twice.keeps_more):
                     raise RunFailed(_too_large(self.memory.budget())) from error
             # Here, where the error no longer holds on to what the step has computed.
             self._forget()
-            if self.twice.ample:
+            if self.twice.keeps_more:
                 self._keep_less()
+                if self.twice.measured is None:
+                    self.tell(f"gated activations are not kept from step {step + 1} on, which did not fit into memory")
                 continue
             self.twice.level = self._placed.chosen["recompute"] = higher[0]
             self.twice.settled(higher[0])
             self.tell(f"recompute is {higher[0]} from step {step + 1} on, which did not fit into memory")
 
     def _keep_less(self) -> None:
-        self.twice.keep_less()
+        for code in self.twice.code:
+            code.keep_less()
         self._placed.chosen["ample"] = False
         if self.twice.measured is not None:
             self.twice.measured = Measured(self.memory.allocated)
+            self.memory.begin()
 
     def _note(self, text: str | None) -> None:
         self._placed.notes += [text] if text is not None else []

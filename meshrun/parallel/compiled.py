@@ -18,7 +18,7 @@ import importlib.util
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from torch.utils._pytree import tree_map_only
 
 from meshrun.experiment import Experiment
 from meshrun.layout import Layout
+
+if TYPE_CHECKING:
+    from meshrun.parallel.inductor import Ample
 
 ENOUGH_PARAMETERS, ENOUGH_STEPS, ENOUGH_WORK = 5_000_000, 100, 400_000_000_000
 """Compiling takes up to half a minute: for less it does not pay. Work is parameters times samples."""
@@ -119,14 +122,14 @@ def _prepare(asked: bool) -> None:
         torch._inductor.config.unsafe_marked_cacheable_functions.setdefault(name, torch.__version__)
 
 
-def apply(segments: Sequence[nn.Module], asked: bool) -> list[Compiled]:
+def apply(segments: Sequence[nn.Module], asked: bool) -> Code:
     """Compile what segments do, in place. Single layers of torch are kernels already; alone they are compiled too."""
     _prepare(asked)
     worth = [each for each in segments if not _is_kernel(each)] or segments
     for segment in worth:
         if not isinstance(segment.forward, Compiled):
             segment.forward = Compiled(segment.forward)
-    return [each.forward for each in worth]  # type: ignore[misc]
+    return Code([each.forward for each in worth])  # type: ignore[misc]
 
 
 def remove(module: nn.Module) -> None:
@@ -143,22 +146,13 @@ class Compiled:
     """
 
     def __init__(self, forward: Callable[..., Any]) -> None:
-        self._forward = forward
-        self.spare()
-
-    def spare(self) -> None:
-        """Keep no more for the backward pass than it must; that is how it begins."""
         from meshrun.parallel.inductor import backend
 
-        self._compile(backend)
+        self._forward = forward
+        self.compile(backend)
 
-    def keep(self) -> None:
-        """Keep what is quicker kept than made again."""
-        from meshrun.parallel.inductor import ample
-
-        self._compile(ample)
-
-    def _compile(self, backend: Callable[..., Any]) -> None:
+    def compile(self, backend: Callable[..., Any]) -> None:
+        """Do so by this backend, from the next call on."""
         self._exact = torch.compile(self._forward, backend=backend, dynamic=False)
         self._any = torch.compile(self._forward, backend=backend)
         self._met: dict[bool, set[Any]] = {True: set(), False: set()}
@@ -175,6 +169,37 @@ class Compiled:
                 return self._any(*inputs, **named)
             met.add(shapes)
         return self._exact(*inputs, **named)
+
+
+@dataclass
+class Code:
+    """What segments of a model do, compiled, and how much of it is kept for the backward pass."""
+
+    segments: list[Compiled]
+    _ample: Ample | None = None
+
+    @property
+    def keeps_more(self) -> bool:
+        """Whether what is quicker kept than made again is kept, and there is some."""
+        return self._ample is not None and self._ample.finds
+
+    def keep_more(self) -> None:
+        """Keep it, from the next step on."""
+        from meshrun.parallel.inductor import Ample
+
+        self._ample = Ample()
+        self._compile(self._ample)
+
+    def keep_less(self) -> None:
+        """Keep what must be kept; that is how it begins."""
+        from meshrun.parallel.inductor import backend
+
+        self._ample = None
+        self._compile(backend)
+
+    def _compile(self, backend: Callable[..., Any]) -> None:
+        for each in self.segments:
+            each.compile(backend)
 
 
 def hear(chosen: dict[str, Any], tell: Callable[[str], None]) -> None:

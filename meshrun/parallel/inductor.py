@@ -8,7 +8,7 @@ Where torch's own choices aim at any program, others are better here:
   sum or maximum is known. torch reads it a second time from 1,025 numbers on.
 - What the backward pass multiplies with, and a few cheap operations make of what is kept anyway (an activation, a
   norm), is made again. Not so where there are convolutions: to make their inputs again takes as long as many of them.
-  Where memory is ample, activations that are costly to make again are kept too: see `ample`.
+  Where memory is ample, gated activations are kept too: see `ample`.
 - Linear layers that read the same are one product: see `joined`.
 - The gradient of a linear layer's inputs, where these are many more than its outputs, is computed with the weight
   transposed: the order that both factors then have in memory is the one for which GPUs multiply fastest.
@@ -34,7 +34,7 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
 from meshrun.kernels import pooled
-from meshrun.parallel.ample import Kept
+from meshrun.parallel.ample import Kept, has_gates
 from meshrun.parallel.joined import join
 
 ROW = 16_384
@@ -52,9 +52,17 @@ def backend(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
     return _compiled(graph, inputs, {}, options)
 
 
-def ample(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
-    """Compile a graph, where there is memory for what is quicker to keep."""
-    return _compiled(graph, inputs, {"joint_custom_pre_pass": Kept()}, options)
+class Ample:
+    """Compiles graphs, where there is memory for what is quicker kept than made again."""
+
+    def __init__(self) -> None:
+        self.finds = False
+        """Whether there was something to keep; without, code is the same as that of `backend`."""
+
+    def __call__(self, graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        gated = has_gates(graph)
+        self.finds |= gated
+        return _compiled(graph, inputs, {"joint_custom_pre_pass": Kept()} if gated else {}, options)
 
 
 def _compiled(graph: fx.GraphModule, inputs: list[Any], patches: dict[str, Any], options: dict[str, Any]) -> Any:

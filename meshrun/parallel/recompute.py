@@ -11,7 +11,7 @@ selective   a segment keeps the results of matrix products and attention, and co
 
 The second computation is around what a segment does, compiled or not: all levels run the same compiled code. Such code
 computes the cheap rest again by itself, so for it selective is the same as none. Where the level is left to us, it is
-code that keeps more (`ample`), unless memory asks for another level than none.
+code that keeps more (`ample`) where there is memory for that.
 """
 
 from __future__ import annotations
@@ -68,12 +68,16 @@ def covers(level: str, number: int) -> bool:
 
 
 class Code(Protocol):
-    """Compiled code of a segment."""
+    """Compiled code, which may keep more for the backward pass than it must."""
 
-    def keep(self) -> None:
+    @property
+    def keeps_more(self) -> bool:
+        """Whether it does."""
+
+    def keep_more(self) -> None:
         """Keep also what is quicker kept than made again."""
 
-    def spare(self) -> None:
+    def keep_less(self) -> None:
         """Keep what it must."""
 
 
@@ -87,20 +91,13 @@ class Recomputing:
     """Filled with what segments would have kept, while it is there."""
     settled: Callable[[str], None] = lambda _: None
     """Told the level where it was left to us, once it is known and whenever it changes."""
-    ample: list[Code] = field(default_factory=list)
-    """Compiled code that keeps what is quicker kept than made again: until memory does not hold all activations."""
+    code: list[Code] = field(default_factory=list)
+    """What of the model is compiled."""
 
-    def keep_more(self, code: Sequence[Code]) -> None:
-        """Have compiled code keep more than it must, for a start."""
-        for each in code:
-            each.keep()
-        self.ample += code
-
-    def keep_less(self) -> None:
-        """Have all compiled code keep what it must."""
-        for each in self.ample:
-            each.spare()
-        self.ample.clear()
+    @property
+    def keeps_more(self) -> bool:
+        """Whether compiled code keeps what is quicker kept than made again."""
+        return any(each.keeps_more for each in self.code)
 
     def covers(self, number: int) -> bool:
         return covers(self.level, number) and not (self.compiled and self.level == "selective")

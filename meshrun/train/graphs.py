@@ -51,9 +51,9 @@ SHORT, LONG = 0.020, 0.200
 BUSY = 0.4
 """Of a step, from which on the host that starts its kernels says that they are many: between two of them the device
 waits a microsecond or more, and where the host is slower than it, for the host."""
-LASTING = 1800.0
-"""Seconds of a training from which on that microsecond is worth it in any step: of that of a Llama of a billion
-parameters all of them are three thousandths."""
+LASTING, LONGEST = 1800.0, 1.0
+"""Seconds of what is left of a training from which on that microsecond is worth it in any step, up to so long a one: of
+that of a Llama of a billion parameters all of them are three thousandths. In a longer one kernels may be too many."""
 ENOUGH = 50
 """Steps that a training must have: recording one costs as much as some."""
 CHECK_EVERY = 2000
@@ -95,9 +95,10 @@ def refused(why: str) -> str:
     return f"steps are not replayed as CUDA graphs: {why} (--graphs)"
 
 
-def pays(begun: float, done: float, steps: int) -> bool:
-    """Whether replaying steps pays: the host had started all of one after some seconds, and the device done it."""
-    return done <= SHORT or (done <= LONG and begun > BUSY * done) or steps * done >= LASTING
+def pays(begun: float, done: float, left: int) -> bool:
+    """Whether replaying the steps that are left pays: of one, all is begun and then done after so many seconds."""
+    lasts = left * done >= LASTING and done <= LONGEST
+    return done <= SHORT or (done <= LONG and begun > BUSY * done) or lasts
 
 
 def has_branches(placed: Placed) -> bool:
@@ -232,7 +233,7 @@ class Graphed:
             begun = time.perf_counter() - began
             self._recorder.wait()
             done = time.perf_counter() - began
-            worth = pays(begun, done, self._steps) and self._recorder.has_room()
+            worth = pays(begun, done, self._steps - step) and self._recorder.has_room()
             self._over = self._wanted is None and not worth
             return found
         return self._recorded(form, tensors, step, pieces, samples)

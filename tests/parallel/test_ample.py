@@ -9,9 +9,9 @@ import torch
 import torch._dynamo
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from meshrun.parallel import inductor
-from meshrun.parallel.compiled import Compiled
+from meshrun.parallel import compiled, inductor
 
 
 class Gated(nn.Module):
@@ -39,6 +39,14 @@ class Activated(Gated):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.fall(F.silu(self.rise(x)[..., :16]))
+
+
+class Weighted(Gated):
+    """It is made of one tensor, and of a weight that is seen as large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.rise(x)[..., :16]
+        return self.fall(F.relu(hidden) * self.fall.weight[0].expand_as(hidden))
 
 
 class Normed(Gated):
@@ -74,32 +82,58 @@ def test_a_gated_activation_is_kept(bias: bool):
     module = Gated(bias)
     counts = [
         sum(shape in ((24, 16), (4, 6, 16)) for shape in kept(module, torch.compile(module.forward, backend=backend)))
-        for backend in (inductor.backend, inductor.ample)
+        for backend in (inductor.backend, inductor.Ample())
     ]
     assert counts[1] == counts[0] + 1
 
 
-@pytest.mark.parametrize("kind", [Masked, Activated, Normed])
+@pytest.mark.parametrize("kind", [Masked, Activated, Normed, Weighted])
 def test_what_reads_no_more_than_one_tensor_is_made_again(kind: type[Gated]):
     module = kind(False)
-    shapes = [kept(module, torch.compile(module.forward, backend=each)) for each in (inductor.backend, inductor.ample)]
+    backends = inductor.backend, inductor.Ample()
+    shapes = [kept(module, torch.compile(module.forward, backend=each)) for each in backends]
     assert sorted(shapes[0]) == sorted(shapes[1])
 
 
-def test_compiled_code_keeps_less_when_it_is_told_to():
+def test_what_a_user_has_computed_twice_stays_so():
     module = Gated(False)
-    code = Compiled(module.forward)
-    least = kept(module, code)
-    code.keep()
-    assert len(kept(module, code)) == len(least) + 1
-    code.spare()
-    assert kept(module, code) == least
+
+    def forward(x: Tensor) -> Tensor:
+        gate, up = module.rise(x).split(16, -1)
+        gated: Tensor = checkpoint(lambda gate, up: F.silu(gate) * up, gate, up, use_reentrant=False)
+        return module.fall(gated)
+
+    shapes = [kept(module, torch.compile(forward, backend=each)) for each in (inductor.backend, inductor.Ample())]
+    assert sorted(shapes[0]) == sorted(shapes[1])
+
+
+def test_compiled_code_keeps_more_and_less_as_it_is_told():
+    plain, module = Gated(False), Gated(False)
+    module.load_state_dict(plain.state_dict())
+    code = compiled.apply([module], asked=True)
+
+    def saved() -> int:
+        return len(kept(plain, lambda x: torch.func.functional_call(module, dict(plain.named_parameters()), x)))
+
+    least = saved()
+    code.keep_more()
+    assert not code.keeps_more, "nothing is known before it is compiled"
+    assert saved() == least + 1 and code.keeps_more
+    code.keep_less()
+    assert saved() == least and not code.keeps_more
+
+
+def test_code_without_gates_keeps_nothing_more():
+    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.RMSNorm(16), nn.Linear(16, 8))
+    code = compiled.apply([module], asked=True)
+    code.keep_more()
+    module(torch.randn(4, 6, 8)).sum().backward()
+    assert not code.keeps_more
 
 
 def test_an_evaluation_has_nothing_to_keep():
     module = Gated(False)
-    code = Compiled(module.forward)
-    code.keep()
-    x = torch.randn(4, 6, 8)
+    expected = module(x := torch.randn(4, 6, 8))
+    compiled.apply([module], asked=True).keep_more()
     with torch.no_grad():
-        assert torch.allclose(code(x), module(x))
+        torch.testing.assert_close(module(x), expected)

@@ -82,10 +82,14 @@ class Played:
         self.each = 10
         """What a segment keeps."""
 
-    def keep(self) -> None:
+    @property
+    def keeps_more(self) -> bool:
+        return self.each > 10
+
+    def keep_more(self) -> None:
         self.each = 15
 
-    def spare(self) -> None:
+    def keep_less(self) -> None:
         self.each = 10
 
     def own_buffers(self) -> dict[str, Tensor]:
@@ -162,7 +166,7 @@ def test_the_second_step_computes_twice_what_the_first_one_has_shown_to_be_neede
 def test_code_that_keeps_less_is_compiled_before_anything_is_computed_twice(room: int, levels: list[str], each: int):
     """With all that is quicker kept a step takes 170, which is to be no more than four fifths of the room."""
     played = Played(room)
-    played.twice.keep_more([played])
+    played.twice.code.append(played)
     step = choosing(played)
     assert [run(step, number) for number in range(3)] == ["step 0", "step 1", "step 2"]
     assert (played.steps, played.each) == (levels, each)
@@ -170,44 +174,48 @@ def test_code_that_keeps_less_is_compiled_before_anything_is_computed_twice(room
     assert len(played.notes) == (levels[-1] != "none")
 
 
-def test_ranks_keep_less_where_one_of_them_needs_it():
-    played = Played(1000)
-    played.twice.keep_more([played])
-    step = choosing(played, size=2, others="every-4")
-    run(step, 0), run(step, 1), run(step, 2)
-    assert played.steps == ["full", "full", "every-4"] and played.each == 10
+@pytest.mark.parametrize("about", [{"size": 2}, {"buffers": True}])
+def test_where_a_step_cannot_be_repeated_code_keeps_what_it_must(about: dict[str, Any]):
+    """The first step has the least memory that a step can have, and one that has failed there could not go on."""
+    played = Played(1000, buffers=about.get("buffers", False))
+    played.twice.code.append(played)
+    step = choosing(played, size=about.get("size", 1))
+    run(step, 0), run(step, 1)
+    assert played.steps == ["full", "none"] and played.each == 10 and "ample" not in played.chosen
 
 
 def test_code_that_keeps_less_is_tried_first_where_a_step_does_not_fit():
     played = Played(213)
-    played.twice.keep_more([played])
+    played.twice.code.append(played)
     step = choosing(played)
     run(step, 0), run(step, 1)
     played.segments = 11  # 50 + 165 with what is quicker kept
     run(step, 2)
     assert played.steps == ["full", "none", "none", "none"] and played.each == 10
-    assert played.chosen["recompute"] == "none" and played.notes == []
+    assert played.chosen == {"recompute": "none", "ample": False}
+    assert played.notes == ["gated activations are not kept from step 3 on, which did not fit into memory"]
 
 
 def test_the_first_step_too_may_need_code_that_keeps_less():
     """It is seen anew what segments keep: what was begun and did not fit is not counted."""
     played = Played(29)
-    played.twice.keep_more([played])
+    played.twice.code.append(played)
     full = played.step
 
     def first(step: int, *about: Any) -> str:
         assert played.twice.measured is not None
         if played.each > 10:
-            played.held_before = played.held
+            played.held_before, played.most = played.held, 29
             played.model.weight.grad = None
             played.twice.measured.forward(0)
             raise torch.OutOfMemoryError("one segment alone")
         return full(step, *about)
 
     played.step = first  # type: ignore[method-assign]
-    run(choosing(played), 0)
+    step = choosing(played)
+    run(step, 0)
     assert played.each == 10 and played.twice.measured is not None
-    assert played.twice.measured.kept() == dict.fromkeys(range(8), 10)
+    assert played.twice.measured.kept() == dict.fromkeys(range(8), 10) and step._least == 20
 
 
 def test_ranks_take_the_highest_level_that_one_of_them_needs():

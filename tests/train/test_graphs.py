@@ -363,9 +363,9 @@ def test_structures_that_only_a_closer_look_knows_are_replayed_too(alone: Here, 
 
 
 def test_replaying_pays_where_steps_are_short_or_have_many_kernels_or_are_many():
-    assert graphs.pays(0.001, 0.019, steps=50) and graphs.pays(0.05, 0.1, steps=50)
-    assert not graphs.pays(0.03, 0.1, steps=50) and not graphs.pays(0.9, 1.0, steps=1000)
-    assert graphs.pays(0.1, 0.4, steps=10_000)
+    assert graphs.pays(0.001, 0.019, left=50) and graphs.pays(0.05, 0.1, left=50)
+    assert not graphs.pays(0.03, 0.1, left=50) and not graphs.pays(0.9, 1.0, left=1000)
+    assert graphs.pays(0.1, 0.4, left=10_000) and not graphs.pays(0.1, 1.1, left=10_000)
 
 
 def test_where_branches_cannot_be_recorded_a_step_is_recorded_without(alone: Here, closure: Closure):
