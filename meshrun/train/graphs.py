@@ -15,7 +15,7 @@ Dropout by key (`parallel/moment.py`) reads the step and the samples from memory
                                others; a batch of another form is computed as always
 
 What a recording would freeze or lose is noticed by what the step before it has done to the model and to the host's
-generators of random numbers: see `Before`.
+generators of random numbers: see `before`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from meshrun.parallel.dropout import Keyed
 from meshrun.parallel.moment import Moment
 from meshrun.parallel.placed import Piece, Placed, norms
-from meshrun.train.drawn import Drawn, draw_on
+from meshrun.train.before import Before, drawing
 from meshrun.train.recording import CudaRecorder, Form, Recorder, Recording, Unfit, form_of
 
 Compute = Callable[[int, list[Piece], int], Any]
@@ -105,60 +105,6 @@ def has_branches(placed: Placed) -> bool:
     """Whether a step has what can be done at the same time: see `branches`. Compiled code goes its own way."""
     compiled = getattr(placed, "chosen", {}).get("compile", False)
     return not compiled and any(isinstance(each, nn.Conv1d | nn.Conv2d | nn.Conv3d) for each in placed.model.modules())
-
-
-class Before:
-    """What a step may change beside gradients, as it was before: so that it can be computed twice and count once.
-
-    It also tells what a recording would miss: a buffer that is replaced and not written to, a number that the model
-    counts up on the host, random numbers that are drawn there.
-    """
-
-    def __init__(self, placed: Placed, device: torch.device) -> None:
-        self._model, self._device = placed.model, device
-        self._buffers = [(name, each, each.detach().clone()) for name, each in self._model.named_buffers()]
-        self._places = [each.data_ptr() for _, each, _ in self._buffers]
-        self._placed, self._numbers = placed, _numbers(self._model)
-        self._drawn = Drawn.now(device)
-
-    def objection(self) -> str | None:
-        """Why the step that was computed since then cannot be recorded, or None."""
-        now = dict(self._model.named_buffers())
-        for (name, before, _), place in zip(self._buffers, self._places, strict=True):
-            if now.get(name) is not before or before.data_ptr() != place:
-                return f"the model replaces its buffer {name} in a step instead of writing to it"
-        for name, number in _numbers(self._model).items():
-            if self._numbers.get(name, number) != number:
-                return f"the model changes the number {name} in a step"
-        # Masks are drawn by the number of the step: unless that is read on the device, the same is dropped for ever.
-        moment = drawing(self._placed)
-        if moment is not None and not (moment.in_place and moment.device == self._device):
-            return "the model has dropout"
-        if not replace(self._drawn, cuda=None).same(replace(Drawn.now(self._device), cuda=None)):
-            return "random numbers are drawn on the host in a step"
-        return None
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        for _, buffer, values in self._buffers:
-            buffer.copy_(values)
-        draw_on(self._drawn.tensors(), self._device)
-
-
-def drawing(placed: Placed) -> Moment | None:
-    """What the model has drawn by key from in its last forward pass; None if it has drawn nothing."""
-    moment: Moment | None = getattr(placed, "moment", None)
-    return moment if moment is not None and any(int(each) for each in moment.turns.values()) else None
-
-
-def _numbers(model: nn.Module) -> dict[str, float]:
-    """Plain numbers that the modules of a model have."""
-    return {
-        f"{prefix}.{name}" if prefix else name: value
-        for prefix, module in model.named_modules()
-        for name, value in module.__dict__.items()
-        if isinstance(value, int | float)
-    }
 
 
 class Graphed:
