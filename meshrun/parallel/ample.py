@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
@@ -23,6 +24,8 @@ _aten = torch.ops.aten
 FACTORS = {_aten.mm.default: 0, _aten.addmm.default: 1}
 """Products, and which of their arguments is the activation."""
 _VIEWS = {_aten.view.default, _aten.reshape.default}
+_TIMES = {operator.mul, operator.imul, torch.mul, "mul", "mul_"}
+_LINEAR = {F.linear, operator.matmul, torch.matmul, torch.mm, torch.addmm, "matmul", "mm"}
 _CONVERTED = torch.ops.prims.convert_element_type.default
 
 
@@ -98,12 +101,12 @@ def _size(node: fx.Node) -> int | None:
 
 
 def has_gates(graph: fx.GraphModule) -> bool:
-    """Whether, in a model as it is written, some tensor is multiplied by another one of its shape."""
-    return any(map(_multiplies_its_like, graph.graph.nodes))
+    """Whether, in a model as it is written, a linear layer reads one tensor times another of the same shape."""
+    return any(map(_is_gate, graph.graph.nodes))
 
 
-def _multiplies_its_like(node: fx.Node) -> bool:
-    if node.target not in (operator.mul, torch.mul, "mul", "mul_", operator.imul) or len(node.all_input_nodes) != 2:
+def _is_gate(node: fx.Node) -> bool:
+    if node.target not in _TIMES or len(node.all_input_nodes) != 2:
         return False
     one, other = (getattr(each.meta.get("example_value"), "shape", None) for each in node.all_input_nodes)
-    return one is not None and one == other and len(one) > 1
+    return one is not None and one == other and any(each.target in _LINEAR for each in node.users)

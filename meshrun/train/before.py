@@ -1,9 +1,11 @@
 """What a step changes beside gradients, and the way back: so that it can be computed twice and count once.
 
-before = Before(placed, device)
-...                                  # a step
-before.objection()                   # why a recording of it would not do the same, or None
-before.restore()
+    before = Before(placed, device)
+    ...                                  # a step
+    before.objection()                   # why a recording of it would not do the same, or None
+    before.restore()
+
+Gradients are not among it: who computes a step twice clears them.
 """
 
 from __future__ import annotations

@@ -126,8 +126,17 @@ def test_compiled_code_keeps_more_and_less_as_it_is_told():
     assert saved() == least and not code.keeps_more
 
 
-def test_code_without_gates_keeps_nothing_more():
-    module = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.RMSNorm(16), nn.Linear(16, 8))
+class Dropped(Gated):
+    """What is multiplied is made again with what it has dropped."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.rise(x).split(16, -1)
+        return self.fall(F.dropout(F.silu(gate) * up, 0.1))
+
+
+@pytest.mark.parametrize("kind", [Dropped, Activated, Normed])
+def test_code_without_gates_keeps_nothing_more(kind: type[Gated]):
+    module = kind(False)
     code = compiled.apply([module], asked=True)
     code.keep_more()
     module(torch.randn(4, 6, 8)).sum().backward()
