@@ -124,7 +124,7 @@ def test_two_ranks_learn_more_than_how_frequent_tokens_are():
     made = replace(made, model=lambda: Llama(shape), steps=160, schedule=Schedule("cosine", warmup=10))
     scores = Trainer(made).train()["eval"]["val"]
     assert scores["count"] == 64 * 32 and scores["perplexity"] == pytest.approx(math.exp(scores["loss"]))
-    assert scores["perplexity"] < 0.8 * unigram_perplexity(made)
+    assert scores["perplexity"] < 0.75 * unigram_perplexity(made)
 
 
 def unigram_perplexity(made: Experiment) -> float:
