@@ -41,12 +41,12 @@ from typing import Any
 
 import torch
 from common import print_table
-from h200_sides import EXPERIMENTS, PACKAGES, SIDES, Products, device_of, imports_of, largest
+from h200_sides import EXPERIMENTS, PACKAGES, SIDES, device_of, imports_of, largest, products
 
 from meshrun.check.bench_count import count
 from meshrun.check.bench_process import Process
 from meshrun.check.bench_rank import tokens_of
-from meshrun.check.bench_roofline import measured
+from meshrun.check.bench_roofline import measured, product_size
 from meshrun.check.bench_side import Entry, Taken
 from meshrun.check.bench_turns import ratios, take_turns
 from meshrun.config import write_json
@@ -147,7 +147,7 @@ def in_turns(part: str, options: argparse.Namespace) -> tuple[dict[str, Taken], 
         Entry(name, partial(sides[name], tiny=options.tiny), about["batch"], imports_of(part, name, options.tiny))
         for name in chosen
     ]
-    entries.append(Entry(PRODUCTS, partial(Products, options.tiny), 1))
+    entries.append(Entry(PRODUCTS, partial(products, options.tiny), 1))
     say: Callable[[str], None] = lambda text: print(f"{part}: {text}", file=sys.stderr, flush=True)  # noqa: E731
     return take_turns(entries, options.rounds, options.steps, device, options.warm_up, say), about
 
@@ -160,18 +160,17 @@ def about_of(part: str, tiny: bool) -> dict[str, Any]:
         "batch": experiment.batch,
         "tokens": tokens_of(experiment.train[0][0]),
         "flops": count(experiment, torch.device("cpu")).flops / experiment.batch,
-        "product": Products.flops(tiny),
+        "product": 2 * product_size(device_of(tiny)) ** 3,
         "lasting": device.lasting or device.products,
     }
 
 
 def rows_of(taken: dict[str, Taken], about: dict[str, Any]) -> list[dict[str, Any]]:
     rows = []
-    products = taken[PRODUCTS]
     for name, side in taken.items():
-        if side is products:
+        if name == PRODUCTS:
             continue
-        beside, peak = ratios(taken["meshrun"], side), ratios(side, products)
+        beside, peak = ratios(taken["meshrun"], side), ratios(side, taken[PRODUCTS])
         rows.append(
             {
                 "side": name,
@@ -200,7 +199,7 @@ def times(taken: dict[str, Taken], one: str, *others: str) -> float | None:
 
 def llama_part(options: argparse.Namespace) -> Found:
     taken, about = in_turns("llama", options)
-    rows, products = rows_of(taken, about), taken[PRODUCTS].rate
+    rows, rate = rows_of(taken, about), taken[PRODUCTS].rate
     ours = next(row for row in rows if row["side"] == "meshrun")
     theirs = next((row for row in rows if row["side"] == "fabric"), None)
     share = ours["peak_gib"] / theirs["peak_gib"] if theirs and ours["peak_gib"] and theirs["peak_gib"] else None
@@ -216,7 +215,7 @@ def llama_part(options: argparse.Namespace) -> Found:
         "memory_vs_fabric": share,
         "of_peak": ours["of_peak"],
         "of_lasting": ours["of_lasting"],
-        "peak_tflops": products * about["product"] / 1e12 if products else None,
+        "peak_tflops": rate * about["product"] / 1e12 if rate else None,
         "lasting_tflops": about["lasting"] / 1e12,
     }
 

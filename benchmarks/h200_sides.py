@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from meshrun import Experiment, cross_entropy
 from meshrun.check import bench_peers as peers
 from meshrun.check.bench_rank import tokens_of
+from meshrun.check.bench_roofline import product_size
 from meshrun.check.bench_task import Side, Task
 from meshrun.parallel.how import How
 from meshrun.parallel.placed import call
@@ -287,31 +288,14 @@ class Again:
         return itertools.islice(itertools.cycle(self.ready), self.steps)
 
 
-@dataclass
-class Products:
+def products(tiny: bool) -> Side:
     """Large matrix products in bf16, one each time it is asked: what the device can do at most."""
-
-    tiny: bool
-
-    def __post_init__(self) -> None:
-        size = self.size_of(self.tiny)
-        device = device_of(self.tiny)
-        self.one, self.other = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
-
-    @staticmethod
-    def size_of(tiny: bool) -> int:
-        return 256 if tiny else 8192
-
-    @classmethod
-    def flops(cls, tiny: bool) -> float:
-        return 2.0 * cls.size_of(tiny) ** 3
-
-    def __iter__(self) -> Products:
-        return self
-
-    def __next__(self) -> float:
-        torch.mm(self.one, self.other)
-        return 0.0
+    device = device_of(tiny)
+    size = product_size(device)
+    one, other = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    while True:
+        torch.mm(one, other)
+        yield 0.0
 
 
 def _side(make: Callable[[Task], Side], kind: type[Task], experiment: Callable[[bool], Experiment], tiny: bool) -> Side:

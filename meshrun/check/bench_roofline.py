@@ -144,12 +144,17 @@ def _si(number: float) -> str:
     return f"{number:.3g} P"
 
 
+def product_size(device: torch.device) -> int:
+    """Rows and columns of what is multiplied to see how fast a device can."""
+    return 8192 if device.type == "cuda" else 768
+
+
 def measured(device: torch.device, precision: str) -> Device:
     """Measure a device, in some seconds."""
     on_gpu = device.type == "cuda"
     kind = torch.bfloat16 if in_halves(precision) else torch.float32
     name = torch.cuda.get_device_name(device) if on_gpu else _cpu()
-    size = 8192 if on_gpu else 768
+    size = product_size(device)
     a, b = (torch.randn(size, size, device=device, dtype=kind) for _ in range(2))
     tries = _tries(lambda: torch.mm(a, b), device)
     big = torch.empty((1 << 30) if on_gpu else (1 << 26), dtype=torch.uint8, device=device).zero_()

@@ -99,7 +99,7 @@ def _with_room(side: SideProcess, sides: list[SideProcess], total: int, act: Cal
     others = {each.entry.name: each for each in sides if each is not side}
     if total:
         # What is not known yet is as much as the hungriest so far.
-        wanted = min(int(EASE * (side.peak or max(each.peak for each in sides))), int(FULL * total))
+        wanted = int(EASE * (side.peak or max(each.peak for each in sides)))
         held = {name: each.held for name, each in others.items()}
         total -= sum(each.lost for each in others.values())
         cost = {name: each.taken.built.first_step_s if each.taken.built else 0.0 for name, each in others.items()}

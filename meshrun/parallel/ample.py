@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 _aten = torch.ops.aten
 FACTORS = {_aten.mm.default: 0, _aten.addmm.default: 1}
 """Products, and which of their arguments is the activation."""
-_VIEWS = {_aten.view.default, _aten.reshape.default}
+VIEWS = {_aten.view.default, _aten.reshape.default}
 _TIMES = {operator.mul, operator.imul, torch.mul, "mul", "mul_"}
 _LINEAR = {F.linear, operator.matmul, torch.matmul, torch.mm, torch.addmm, "matmul", "mm"}
 _CONVERTED = torch.ops.prims.convert_element_type.default
@@ -73,7 +73,7 @@ def _made_of(node: fx.Node, size: int) -> set[fx.Node]:
     found, met, ahead = set(), {node}, [node]
     while ahead:
         node = ahead.pop()
-        if _is_pointwise(node) or node.target in _VIEWS or node.target is _aten.expand.default:
+        if _is_pointwise(node) or node.target in VIEWS or node.target is _aten.expand.default:
             ahead += [each for each in node.all_input_nodes if each not in met]
             met.update(node.all_input_nodes)
         elif (_size(node) or 0) >= size and (node.op == "placeholder" or node.all_input_nodes):
@@ -83,7 +83,7 @@ def _made_of(node: fx.Node, size: int) -> set[fx.Node]:
 
 def _seen_through(node: fx.Node) -> fx.Node:
     """What a view is of."""
-    while node.target in _VIEWS:
+    while node.target in VIEWS:
         node = node.all_input_nodes[0]
     return node
 

@@ -34,7 +34,7 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
 from meshrun.kernels import pooled
-from meshrun.parallel.ample import Kept, has_gates
+from meshrun.parallel.ample import VIEWS, Kept, has_gates
 from meshrun.parallel.joined import join
 
 ROW = 16_384
@@ -43,7 +43,6 @@ LARGE = 1024
 """Rows and columns of factors from which on their order in memory is worth a copy of the weight."""
 _aten = torch.ops.aten
 _OFFSETS = torch.ops.prims._low_memory_max_pool_offsets_to_indices.default
-_VIEWS = {_aten.view.default, _aten.reshape.default}
 _CONVOLUTIONS = {getattr(torch, f"conv{kind}{size}d") for kind in ("", "_transpose") for size in (1, 2, 3)}
 
 
@@ -152,7 +151,7 @@ def put_heads_together(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=_aten.cat.default):
         parts, dim = node.args[0], node.args[1] if len(node.args) > 1 else 0
         shape = node.meta["val"].shape
-        if dim not in (-1, len(shape) - 1) or not all(each.target in _VIEWS for each in parts):
+        if dim not in (-1, len(shape) - 1) or not all(each.target in VIEWS for each in parts):
             continue
         heads = [each.args[0] for each in parts]
         last = [each.meta["val"].shape[-1] for each in heads]
