@@ -62,6 +62,8 @@ def test_replayed_steps_train_as_steps_that_are_computed_each_time(on_gpu: Here,
     counts = [each.num_batches_tracked.item() for each in replayed.model.modules() if isinstance(each, nn.BatchNorm2d)]
     pieces = sum(-(-len(replayed.order.batch_ids(step)) // (micro or 6)) for step in range(40))
     assert counts == [pieces, pieces], "the recorded step counts once"
+    for (name, one), other in zip(replayed.model.named_buffers(), eager.model.buffers(), strict=True):
+        torch.testing.assert_close(one, other, rtol=10 * tolerance, atol=10 * tolerance, msg=name)
 
 
 def test_adamw_and_a_clipped_norm_go_with_a_recording(on_gpu: Here):
