@@ -10,18 +10,18 @@ alike and not the same.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshrun import Experiment, cross_entropy
 from meshrun.check import bench_peers as peers
@@ -33,6 +33,12 @@ from meshrun.parallel.placed import call
 from meshrun.recipes import images, llama, summarize
 
 CLASSES = 1000
+FASTEST_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 STEPS = 10_000
 """Of the training that a side is asked for: in that of the Llama of a billion, an hour."""
 DEFAULTS = How(recompute="auto", compile=None, graphs=None)
@@ -51,7 +57,11 @@ def task_of(kind: type[Task], experiment: Experiment, tiny: bool) -> Task:
 
 
 class Plain(Task):
-    """This package's module as a user of bare torch would train it: no kernel of meshrun's in it."""
+    """This package's module as a user of bare torch would train it: compiled, and no kernel of meshrun's in it."""
+
+    @cached_property
+    def entropy(self) -> Callable[..., Tensor]:
+        return torch.compile(F.cross_entropy, backend=self.backend)
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -61,17 +71,17 @@ class Plain(Task):
     def loss(self, model: Callable[..., Any], step: int, inputs: Any, targets: Any) -> Tensor:
         del step
         outputs = call(model, inputs)  # type: ignore[arg-type]
-        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+        return self.entropy(outputs.flatten(0, -2), targets.flatten())
 
 
 class InBf16(Plain):
-    """All of it in bfloat16, weights and moments too."""
+    """All of it in bfloat16, weights and moments too; attention by cuDNN where it can."""
 
     def model(self) -> nn.Module:
         return super().model().to(torch.bfloat16)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return contextlib.nullcontext()
+        return sdpa_kernel(FASTEST_FIRST, set_priority=True)
 
 
 # Llama, a billion parameters
