@@ -10,6 +10,7 @@ alike and not the same.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,7 @@ FASTEST_FIRST = [
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.MATH,
 ]
+"""Who computes attention, on GPUs from Hopper on."""
 STEPS = 10_000
 """Of the training that a side is asked for: in that of the Llama of a billion, an hour."""
 DEFAULTS = How(recompute="auto", compile=None, graphs=None)
@@ -81,7 +83,11 @@ class InBf16(Plain):
         return super().model().to(torch.bfloat16)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        return sdpa_kernel(FASTEST_FIRST, set_priority=True)
+        return contextlib.nullcontext()
+
+    def loss(self, model: Callable[..., Any], step: int, inputs: Any, targets: Any) -> Tensor:
+        with sdpa_kernel(FASTEST_FIRST, set_priority=True):
+            return super().loss(model, step, inputs, targets)
 
 
 # Llama, a billion parameters

@@ -101,7 +101,10 @@ def _size(node: fx.Node) -> int | None:
 
 
 def has_gates(graph: fx.GraphModule) -> bool:
-    """Whether, in a model as it is written, a linear layer reads one tensor times another of the same shape."""
+    """Whether, in a model as it is written, a linear layer reads one tensor times another of the same shape.
+
+    `Kept` cannot tell: where code is there from an earlier run, it is not called.
+    """
     return any(map(_is_gate, graph.graph.nodes))
 
 

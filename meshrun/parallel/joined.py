@@ -19,7 +19,8 @@ from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SMALL = 1 << 22
-"""Elements of a weight: 128 tiles of 128 x 256, one for each multiprocessor of a large GPU."""
+"""Elements of a weight: 128 tiles of 128 x 256, one for each multiprocessor of a large GPU. Where none is as
+small, layers stay apart: with gate and up as one product, a step of a Llama of a billion parameters took 3 % longer."""
 _IN_PLACE = {"iadd", "isub", "imul", "itruediv", "ipow", "imatmul"}
 
 
