@@ -23,7 +23,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 _aten = torch.ops.aten
 FACTORS = {_aten.mm.default: 0, _aten.addmm.default: 1}
 """Products, and which of their arguments is the activation."""
-VIEWS = {_aten.view.default, _aten.reshape.default}
+VIEWS = {_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default}
 _TIMES = {operator.mul, operator.imul, torch.mul, "mul", "mul_"}
 _LINEAR = {F.linear, operator.matmul, torch.matmul, torch.mm, torch.addmm, "matmul", "mm"}
 _CONVERTED = torch.ops.prims.convert_element_type.default
@@ -36,7 +36,7 @@ class Kept(CustomGraphPass):
         backward = _of_backward(graph)
         for operation, place in FACTORS.items():
             for product in graph.find_nodes(op="call_function", target=operation) if backward else ():
-                factor = _seen_through(product.args[place])
+                factor = seen_through(product.args[place])
                 # What a user has said of it, by torch's checkpoint, stays.
                 if product not in backward and _is_gated(factor) and "recompute" not in factor.meta:
                     factor.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -81,7 +81,7 @@ def _made_of(node: fx.Node, size: int) -> set[fx.Node]:
     return found
 
 
-def _seen_through(node: fx.Node) -> fx.Node:
+def seen_through(node: fx.Node) -> fx.Node:
     """What a view is of."""
     while node.target in VIEWS:
         node = node.all_input_nodes[0]

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 ENOUGH_PARAMETERS, ENOUGH_STEPS, ENOUGH_WORK = 5_000_000, 100, 400_000_000_000
 """Compiling takes up to half a minute: for less it does not pay. Work is parameters times samples."""
+AN_HOUR = 100_000_000_000_000
+"""Parameters times samples that a large GPU needs about an hour for, if samples are texts of some thousand tokens."""
 GRAPHS = 64
 """Graphs of one function. torch would stop at 8, but all blocks of a convolutional network are one function, and each
 width, with and without a shortcut, in training and in evaluation, is a graph of its own."""
@@ -81,6 +83,11 @@ def chosen(asked: bool | None, layout: Layout, device: torch.device, parameters:
 def is_much(parameters: int, samples: int) -> bool:
     """Whether so many samples are enough work for what takes seconds to be prepared."""
     return parameters * samples >= ENOUGH_WORK
+
+
+def is_long(parameters: int, samples: float) -> bool:
+    """Whether a rank that shares in so many samples will be busy for about an hour or more."""
+    return parameters * samples >= AN_HOUR
 
 
 def if_much(choice: Choice, parameters: int, samples: int) -> Choice:

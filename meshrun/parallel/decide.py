@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from meshrun.experiment import Experiment
+from meshrun.kernels import products
 from meshrun.mesh import Here
 from meshrun.parallel import choose, compiled
 from meshrun.parallel.choose import Ways
@@ -29,6 +30,8 @@ def ways(experiment: Experiment, here: Here, how: How, model: nn.Module) -> Ways
     choice = compiled.chosen(how.compile, here.layout, here.device, parameters, steps)
     if how.compile is None and choice.compile:
         choice = compiled.if_much(choice, parameters, samples)
+    if choice.compile:
+        products.time_them(compiled.is_long(parameters, samples / here.size))
     found = choose.ways(choice, how.recompute, here.device, model)
     # Few samples are done before cuDNN has tried its kernels, of which those that round are many. And where a batch is
     # no larger than the weights, to turn these around for each step costs more than such kernels save.

@@ -12,6 +12,8 @@ Where torch's own choices aim at any program, others are better here:
 - Linear layers that read the same are one product: see `joined`.
 - The gradient of a linear layer's inputs, where these are many more than its outputs, is computed with the weight
   transposed: the order that both factors then have in memory is the one for which GPUs multiply fastest.
+- The largest products are computed by the kernel that is fastest on this GPU: see `kernels/products.py`. What is added
+  to a product is part of it: see `summed`.
 - Sums and maxima are computed by one kernel if they read mostly the same. torch has the gradients of all norms' weights
   computed by one, which reads again what those of the norms' inputs have just read.
 - Heads that are put side by side as features are written there at once.
@@ -33,9 +35,11 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
-from meshrun.kernels import pooled
+from meshrun.kernels import pooled, products
+from meshrun.parallel import summed
 from meshrun.parallel.ample import VIEWS, Kept, has_gates
 from meshrun.parallel.joined import join
+from meshrun.parallel.summed import add_in_products, called, multiplications
 
 ROW = 16_384
 """Numbers of a row that is kept: what the registers of a multiprocessor hold."""
@@ -48,7 +52,7 @@ _CONVOLUTIONS = {getattr(torch, f"conv{kind}{size}d") for kind in ("", "_transpo
 
 def backend(graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
     """Compile a graph."""
-    return _compiled(graph, inputs, {}, options)
+    return _compiled(graph, inputs, False, options)
 
 
 class Ample:
@@ -61,14 +65,15 @@ class Ample:
     def __call__(self, graph: fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         gated = has_gates(graph)
         self.finds |= gated
-        return _compiled(graph, inputs, {"joint_custom_pre_pass": Kept()} if gated else {}, options)
+        return _compiled(graph, inputs, gated, options)
 
 
-def _compiled(graph: fx.GraphModule, inputs: list[Any], patches: dict[str, Any], options: dict[str, Any]) -> Any:
+def _compiled(graph: fx.GraphModule, inputs: list[Any], keeps: bool, options: dict[str, Any]) -> Any:
     torch._inductor.config.inductor_choices_class = Choices  # by the thread that asks first, which may be autograd's
+    patches: dict[str, Any] = {"joint_custom_pre_pass": Kept()} if keeps else {}
     if any(isinstance(each, Tensor) and each.is_cuda for each in inputs):
         join(graph)
-        patches = {**patches, "post_grad_custom_pre_pass": Rewritten()}
+        patches = {"joint_custom_pre_pass": Whole(keeps), "post_grad_custom_pre_pass": Rewritten()}
     with torch._functorch.config.patch(ban_recompute_materialized_backward=_convolves(graph)):
         return compile_fx(graph, inputs, config_patches=patches, **options)
 
@@ -109,17 +114,62 @@ def _much_read(node: Any) -> set[str]:
     return {name for name, size in sizes.items() if 2 * size >= most}
 
 
-class Rewritten(CustomGraphPass):
-    """A graph with some operations in another form."""
+class Whole(CustomGraphPass):
+    """A graph of both passes, in which products begin with what they are added to."""
+
+    def __init__(self, keeps: bool) -> None:
+        self._kept = Kept() if keeps else None
 
     def __call__(self, graph: fx.Graph) -> None:
+        add_in_products(graph)
+        if self._kept is not None:
+            self._kept(graph)
+
+    def uuid(self) -> Any:
+        """The same, of all that it does."""
+        return get_hash_for_files((summed.__file__,)), self._kept and self._kept.uuid()
+
+
+class Rewritten(CustomGraphPass):
+    """A graph with some operations in another form, of one pass."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        choose_kernels(graph)
         transpose_weights(graph)
         put_heads_together(graph)
         spread_maxima(graph)
 
     def uuid(self) -> bytes:
         """The same, where torch does not ask for that of choices."""
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__, summed.__file__))
+
+
+def choose_kernels(graph: fx.Graph) -> None:
+    """Large products of bf16, and of float8 with one scale a factor, are those of ours, and so are all that begin with
+    what they are added to.
+    """
+    for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
+        if node.meta["val"].dtype == torch.bfloat16 and multiplications(*node.args) >= products.LARGE:
+            _exchange(graph, node, products.OPERATION, *node.args)
+    for node in graph.find_nodes(op="call_function", target=_aten.addmm.default):
+        plus, left, right = node.args
+        value = node.meta["val"]
+        whole = plus.meta["val"].shape == value.shape and value.dtype == torch.bfloat16 and not node.kwargs
+        if whole and multiplications(left, right) >= summed.LARGE:
+            _exchange(graph, node, products.OPERATION, left, right, plus)
+    for node in graph.find_nodes(op="call_function", target=_aten._scaled_mm.default):
+        given: list[Any] = [*node.args, *(None, None, None, False)[len(node.args) - 4 :]]
+        left, right, scale, other, bias, of_result, kind, fast = given
+        plain = bias is None and of_result is None and kind is not None
+        one_each = all(each.meta["val"].numel() == 1 for each in (scale, other))
+        if plain and one_each and multiplications(left, right) >= products.LARGE:
+            _exchange(graph, node, products.OPERATION8, left, right, scale, other, kind, fast)
+
+
+def _exchange(graph: fx.Graph, node: fx.Node, target: Any, *arguments: Any) -> None:
+    with graph.inserting_before(node):
+        node.replace_all_uses_with(called(graph, target, *arguments))
+    graph.erase_node(node)
 
 
 def transpose_weights(graph: fx.Graph) -> None:
@@ -127,9 +177,9 @@ def transpose_weights(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
         if _transposed_pays(*(each.meta["val"] for each in node.args)):
             with graph.inserting_before(node):
-                turned = _called(graph, _aten.permute.default, node.args[1], [1, 0])
-                copy = _called(graph, _aten.clone.default, turned, memory_format=torch.contiguous_format)
-                back = _called(graph, _aten.permute.default, copy, [1, 0])
+                turned = called(graph, _aten.permute.default, node.args[1], [1, 0])
+                copy = called(graph, _aten.clone.default, turned, memory_format=torch.contiguous_format)
+                back = called(graph, _aten.permute.default, copy, [1, 0])
             node.replace_input_with(node.args[1], back)
 
 
@@ -158,8 +208,8 @@ def put_heads_together(graph: fx.Graph) -> None:
         static = all(isinstance(each, int) for each in (*shape, *last))
         if static and len(set(last)) == 1 and all(map(_merges_heads, parts)):
             with graph.inserting_before(node):
-                together = _called(graph, _aten.cat.default, heads, len(shape) - 1)
-                node.replace_all_uses_with(_called(graph, _aten.reshape.default, together, list(shape)))
+                together = called(graph, _aten.cat.default, heads, len(shape) - 1)
+                node.replace_all_uses_with(called(graph, _aten.reshape.default, together, list(shape)))
             # Also those that nobody reads any more: for a view, what it is of would get a place of its own.
             _erase(graph, node, *dict.fromkeys(parts))
 
@@ -181,7 +231,7 @@ def spread_maxima(graph: fx.Graph) -> None:
         ordered = offsets.meta["val"].is_contiguous(memory_format=torch.channels_last)
         if static and ordered and set(dilation) == {1}:
             with graph.inserting_before(node):
-                found = _called(graph, pooled.OPERATION, gradient, offsets, size, kernel, stride, padding)
+                found = called(graph, pooled.OPERATION, gradient, offsets, size, kernel, stride, padding)
             node.replace_all_uses_with(found)
             _erase(graph, node, indices)
 
@@ -191,11 +241,3 @@ def _erase(graph: fx.Graph, *nodes: fx.Node) -> None:
     for node in nodes:
         if not node.users:
             graph.erase_node(node)
-
-
-def _called(graph: fx.Graph, target: Any, *arguments: Any, **named: Any) -> fx.Node:
-    """An operation that is new in a graph, with what torch must know of its result."""
-    made = graph.call_function(target, arguments, named)
-    value = lambda each: each.meta["val"]  # noqa: E731
-    made.meta["val"] = target(*fx.map_arg(arguments, value), **named)
-    return made

@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch._inductor.choices import InductorChoices
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from meshrun.kernels import pooled
+from meshrun.kernels import pooled, products
 from meshrun.parallel import inductor
 
 
@@ -40,6 +40,44 @@ def test_wide_weights_are_transposed_for_long_gradients(monkeypatch: pytest.Monk
     assert transposed(halves(16, 8), halves(8, 16)) == 0, "there is too little to multiply it with"
     assert transposed(halves(64, 8), halves(16, 8).t()) == 0, "it already lies as it should"
     assert transposed(halves(64, 8).float(), halves(8, 16).float()) == 0, "it is not of halves"
+
+
+def of_ours(left: Tensor, right: Tensor) -> int:
+    """How many products of a graph are by a kernel that was chosen; what it gives is the same."""
+    graph = make_fx(torch.mm, tracing_mode="fake")(left, right)
+    inductor.Rewritten()(graph.graph)
+    graph.graph.lint()
+    graph.recompile()
+    assert torch.equal(graph(left, right), left @ right)
+    return len(graph.graph.find_nodes(op="call_function", target=products.OPERATION))
+
+
+def test_kernels_are_chosen_for_large_products_of_halves(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(products, "LARGE", 64 * 8 * 16)
+    assert of_ours(halves(64, 8), halves(8, 16)) == 1
+    assert of_ours(halves(8, 64).t(), halves(16, 8).t()) == 1
+    assert of_ours(halves(64, 8), halves(8, 15)) == 0, "it is small"
+    assert of_ours(halves(64, 8).float(), halves(8, 16).float()) == 0, "it is not of halves"
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize(("each", "chosen"), [((), 1), ((1, 1), 1), ((64, 1), 0)])
+def test_kernels_are_chosen_for_products_of_float8_with_a_scale_a_factor(
+    fast: bool, each: tuple[int, ...], chosen: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(products, "LARGE", 64 * 32 * 48)
+    left, right = halves(64, 32).to(torch.float8_e4m3fn), halves(48, 32).to(torch.float8_e4m3fn).t()
+    scale, other = torch.full(each, 2.0), torch.full((1, 48) if chosen == 0 else each, 0.5)
+
+    def multiply(*given: Tensor) -> Tensor:
+        return torch._scaled_mm(*given, out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+    graph = make_fx(multiply, tracing_mode="fake")(left, right, scale, other)
+    inductor.Rewritten()(graph.graph)
+    graph.graph.lint()
+    (found,) = [node for node in graph.graph.nodes if node.op == "call_function"]
+    assert found.target is (products.OPERATION8 if chosen else torch.ops.aten._scaled_mm.default)
+    assert not chosen or found.args[-2:] == (torch.bfloat16, fast)
 
 
 def heads(*counts: int) -> list[Tensor]:
