@@ -12,10 +12,8 @@ MOST = 8192
 
 
 @triton.jit
-def _rows(logits, targets, lse, own, stride, classes: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    target = tl.load(targets + row)
+def _logarithm(logits, classes: tl.constexpr, BLOCK: tl.constexpr):
+    """Of the sum of exponentials of a row."""
     largest = -float("inf")
     total = 0.0
     for begin in range(0, classes, BLOCK):
@@ -26,10 +24,58 @@ def _rows(logits, targets, lse, own, stride, classes: tl.constexpr, BLOCK: tl.co
         shift = tl.where(highest == -float("inf"), 0.0, highest)
         total = total * tl.exp(largest - shift) + tl.sum(tl.exp(x - shift), 0)
         largest = highest
-    tl.store(lse + row, largest + tl.log(total))
+    return largest + tl.log(total)
+
+
+@triton.jit
+def _rows(logits, targets, lse, own, stride, classes: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    target = tl.load(targets + row)
+    tl.store(lse + row, _logarithm(logits, classes, BLOCK))
     inside = (target >= 0) & (target < classes)
-    chosen = tl.load(logits + target, mask=inside, other=0.0).to(tl.float32)
-    tl.store(own + row, chosen)
+    tl.store(own + row, tl.load(logits + target, mask=inside, other=0.0).to(tl.float32))
+
+
+@triton.jit
+def _write(logits, target, logarithm, gradient, counts, by, classes: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradient of a row, times `by`."""
+    for begin in range(0, classes, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        x = tl.load(logits + at, mask=at < classes, other=-float("inf")).to(tl.float32)
+        found = (tl.exp(x - logarithm) - tl.where(at == target, 1.0, 0.0)) * by
+        found = tl.where(counts, found, 0.0)
+        tl.store(gradient + at, found.to(gradient.dtype.element_ty), mask=at < classes)
+
+
+@triton.jit
+def _losses(
+    logits, targets, losses, lse, gradient, stride, gradient_stride, ignored, classes: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    target = tl.load(targets + row)
+    counts = target != ignored
+    logarithm = _logarithm(logits, classes, BLOCK)
+    inside = (target >= 0) & (target < classes)
+    own = tl.load(logits + target, mask=inside, other=0.0).to(tl.float32)
+    loss = tl.where(inside, logarithm - own, float("nan"))
+    tl.store(losses + row, tl.where(counts, loss, 0.0))
+    tl.store(lse + row, logarithm)
+    # A row has just been read: it comes from a cache now.
+    _write(logits, target, logarithm, gradient + row * gradient_stride, counts, 1.0, classes, BLOCK)
+
+
+@triton.jit
+def _again(
+    logits, targets, lse, factor, gradient, stride, gradient_stride, ignored, classes: tl.constexpr, BLOCK: tl.constexpr
+):
+    by = tl.load(factor).to(tl.float32)
+    if by != 1.0:
+        row = tl.program_id(0).to(tl.int64)
+        target = tl.load(targets + row)
+        into = gradient + row * gradient_stride
+        _write(logits + row * stride, target, tl.load(lse + row), into, target != ignored, by, classes, BLOCK)
 
 
 @triton.jit
@@ -62,6 +108,33 @@ def rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     with torch.cuda.device_of(logits):
         _rows[(count,)](logits, targets, lse, own, logits.stride(0), classes, BLOCK=block, num_warps=warps)
     return lse, own
+
+
+def losses(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of each row, its logarithm of the sum of exponentials, and the gradient of the sum of all losses."""
+    count, classes = logits.shape
+    found, lse = (torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(2))
+    gradient = torch.empty(count, classes, dtype=logits.dtype, device=logits.device)
+    block, warps = _block(classes)
+    strides = logits.stride(0), gradient.stride(0)
+    with torch.cuda.device_of(logits):
+        _losses[(count,)](
+            logits, targets, found, lse, gradient, *strides, ignored, classes, BLOCK=block, num_warps=warps
+        )
+    return found, lse, gradient
+
+
+def scale(gradient: Tensor, factor: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignored: int) -> None:
+    """Make the gradient that `losses` gave `factor` times as large; nothing is read if that is 1, and the host need
+    not know.
+    """
+    count, classes = gradient.shape
+    block, warps = _block(classes)
+    strides = logits.stride(0), gradient.stride(0)
+    with torch.cuda.device_of(gradient):
+        _again[(count,)](
+            logits, targets, lse, factor, gradient, *strides, ignored, classes, BLOCK=block, num_warps=warps
+        )
 
 
 def gradients(logits: Tensor, lse: Tensor, targets: Tensor, of_lse: Tensor, of_own: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ NEAR = 1.06
 """Kernels that take so much longer than the fastest are not tried again."""
 GAIN = 1.01
 """By how much one must be faster than the first, which mostly is torch's, to be taken."""
-LARGE = 200_000_000_000
-"""Multiplications of a product from which on it is timed: half a millisecond of a large GPU."""
+LARGE = 100_000_000_000
+"""Multiplications of a product from which on it is timed: a third of a millisecond of a large GPU."""
 FILE = "products.json"
 
 Multiply = Callable[[Product], None]

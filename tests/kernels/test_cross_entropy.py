@@ -134,6 +134,15 @@ def test_a_loss_on_the_gpu_takes_the_memory_of_logits_and_their_gradient():
 
 
 @pytest.mark.gpu
+def test_a_gradient_can_be_asked_for_again():
+    logits, targets = case(9, 1001, torch.bfloat16, "cuda")
+    total = lean_cross_entropy(logits, targets)
+    thrice, once, again = (torch.autograd.grad(total * by, logits, retain_graph=True)[0] for by in (3.0, 1.0, 3.0))
+    assert torch.equal(thrice, again)
+    torch.testing.assert_close(thrice, 3 * once, rtol=2**-6, atol=0)
+
+
+@pytest.mark.gpu
 def test_the_kernels_are_one_graph_for_the_compiler():
     logits, targets = case(9, 101, torch.bfloat16, "cuda")
     compiled = torch.compile(lean_cross_entropy, fullgraph=True)

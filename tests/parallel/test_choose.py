@@ -12,7 +12,9 @@ from torch.utils.data import TensorDataset
 
 from meshrun import Experiment, mesh
 from meshrun.errors import RunFailed
+from meshrun.kernels import products
 from meshrun.layout import parse
+from meshrun.parallel import decide
 from meshrun.parallel.build import build
 from meshrun.parallel.choose import Choosing, fitting, ways
 from meshrun.parallel.compiled import Choice, chosen, if_much
@@ -280,6 +282,20 @@ def test_many_small_steps_are_not_worth_half_a_minute_of_compiling():
     pays = Choice(True, "")
     assert not if_much(pays, 11_200_000, 12_200).compile, "a ResNet-18 that sees each of 244 pictures fifty times"
     assert if_much(pays, 25_600_000, 256 * 100) is pays and if_much(pays, 1_100_000_000, 16 * 100) is pays
+
+
+@pytest.mark.parametrize(("ranks", "wanted", "told"), [(1, True, [True]), (2, True, [False]), (1, False, [])])
+def test_kernels_are_timed_where_compiled_code_keeps_a_rank_busy_for_long(
+    ranks: int, wanted: bool, told: list[bool], monkeypatch: pytest.MonkeyPatch
+):
+    found: list[bool] = []
+    monkeypatch.setattr(products, "time_them", found.append)
+    model = nn.Linear(1000, 1000)
+    data = [(torch.zeros(1), torch.zeros(1))]
+    experiment = Experiment(lambda: model, data, cross_entropy, torch.optim.SGD, batch=128, steps=1_000_000)
+    here = SimpleNamespace(layout=parse(f"dp={ranks}"), device=torch.device("cpu"), size=ranks)
+    decide.ways(experiment, here, How(compile=wanted), model)
+    assert found == told
 
 
 def test_running_statistics_do_not_count_twice_what_is_computed_twice():
