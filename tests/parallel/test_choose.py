@@ -291,7 +291,7 @@ def test_kernels_are_timed_where_compiled_code_keeps_a_rank_busy_for_long(
     found: list[bool] = []
     monkeypatch.setattr(products, "time_them", found.append)
     model = nn.Linear(1000, 1000)
-    data = [(torch.zeros(1), torch.zeros(1))]
+    data = [(torch.zeros(1), torch.zeros(1))] * 128
     experiment = Experiment(lambda: model, data, cross_entropy, torch.optim.SGD, batch=128, steps=1_000_000)
     here = SimpleNamespace(layout=parse(f"dp={ranks}"), device=torch.device("cpu"), size=ranks)
     decide.ways(experiment, here, How(compile=wanted), model)

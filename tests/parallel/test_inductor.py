@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,18 +24,19 @@ def halves(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).bfloat16()
 
 
-def transposed(gradient: Tensor, weight: Tensor) -> int:
-    """How many weights of a product are transposed, which gives the same."""
-    graph = make_fx(torch.mm, tracing_mode="fake")(gradient, weight)
+def count(target: Any, left: Tensor, right: Tensor) -> int:
+    """How often the graph of a product has this operation, once it is rewritten; what it gives is the same."""
+    graph = make_fx(torch.mm, tracing_mode="fake")(left, right)
     inductor.Rewritten()(graph.graph)
     graph.graph.lint()
     graph.recompile()
-    assert torch.equal(graph(gradient, weight), gradient @ weight)
-    return len(graph.graph.find_nodes(op="call_function", target=torch.ops.aten.clone.default))
+    assert torch.equal(graph(left, right), left @ right)
+    return len(graph.graph.find_nodes(op="call_function", target=target))
 
 
 def test_wide_weights_are_transposed_for_long_gradients(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(inductor, "LARGE", 8)
+    transposed = partial(count, torch.ops.aten.clone.default)
     assert transposed(halves(64, 8), halves(8, 16)) == 1
     assert transposed(halves(64, 16), halves(16, 8)) == 0, "it is narrow"
     assert transposed(halves(16, 8), halves(8, 16)) == 0, "there is too little to multiply it with"
@@ -42,18 +44,9 @@ def test_wide_weights_are_transposed_for_long_gradients(monkeypatch: pytest.Monk
     assert transposed(halves(64, 8).float(), halves(8, 16).float()) == 0, "it is not of halves"
 
 
-def of_ours(left: Tensor, right: Tensor) -> int:
-    """How many products of a graph are by a kernel that was chosen; what it gives is the same."""
-    graph = make_fx(torch.mm, tracing_mode="fake")(left, right)
-    inductor.Rewritten()(graph.graph)
-    graph.graph.lint()
-    graph.recompile()
-    assert torch.equal(graph(left, right), left @ right)
-    return len(graph.graph.find_nodes(op="call_function", target=products.OPERATION))
-
-
 def test_kernels_are_chosen_for_large_products_of_halves(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(products, "LARGE", 64 * 8 * 16)
+    of_ours = partial(count, products.OPERATION)
     assert of_ours(halves(64, 8), halves(8, 16)) == 1
     assert of_ours(halves(8, 64).t(), halves(16, 8).t()) == 1
     assert of_ours(halves(64, 8), halves(8, 15)) == 0, "it is small"
