@@ -1,6 +1,6 @@
 """cuBLASLt by its C interface: all kernels that it offers for a product, where torch calls the first of them.
 
-    ways = kernels(Form(32768, 2048, 8192, "bfloat16", "bfloat16"), device=0)
+    ways = kernels(Form(32768, 2048, 8192, torch.bfloat16, torch.bfloat16), device=0)
     ways[3](Product(left, right, out))              # computes it, on the current stream
 
 The library is the one that torch has loaded; its functions and numbers are those of cublasLt.h, and the same in
@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
+import threading
 from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint64, c_void_p, sizeof
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,11 +26,13 @@ MOST = 16
 """Kernels of one product; the library has seldom more than eight."""
 ALIGNED = 256
 """What addresses must be a multiple of: what the library takes for granted."""
-_KINDS = {"float32": 0, "bfloat16": 14, "float8_e4m3fn": 28}
+KINDS = {torch.float32: 0, torch.bfloat16: 14, torch.float8_e4m3fn: 28}
 _IN_FP32 = 68
 _TURN_A, _TURN_B, _SCALE_A, _SCALE_B, _FAST = 3, 4, 17, 18, 25
 _MOST_WORKSPACE, _PARTIAL_SUMS = 1, 3
 _ONE, _ZERO = c_float(1.0), c_float(0.0)
+_lock = threading.Lock()
+"""What a form is described by has its scales too: nobody else may set them before a product is started."""
 
 
 class LibraryError(Exception):
@@ -42,8 +46,8 @@ class Form:
     rows: int
     summed: int
     columns: int
-    kind: str
-    result: str
+    kind: torch.dtype
+    result: torch.dtype
     left_by_columns: bool = False
     right_by_columns: bool = False
     fast: bool = False
@@ -81,7 +85,8 @@ def library() -> ctypes.CDLL | None:
     if torch.version.cuda is None:
         return None
     try:
-        found = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+        name = f"libcublasLt.so.{torch.version.cuda.split('.')[0]}"
+        found = ctypes.CDLL(name, mode=os.RTLD_LAZY | os.RTLD_NOLOAD)
     except OSError:
         return None
     found.cublasLtGetVersion.restype = c_size_t
@@ -117,20 +122,21 @@ def _handle(device: int) -> c_void_p:
         return _made("cublasLtCreate")
 
 
-def _matrix(kind: str, rows: int, columns: int) -> c_void_p:
+def _matrix(kind: torch.dtype, rows: int, columns: int) -> c_void_p:
     """One whose columns are whole in memory."""
-    return _made("cublasLtMatrixLayoutCreate", _KINDS[kind], rows, columns, rows)
+    return _made("cublasLtMatrixLayoutCreate", KINDS[kind], rows, columns, rows)
 
 
 def _set(described: c_void_p, attribute: int, value: Any) -> None:
     _call("cublasLtMatmulDescSetAttribute", described, attribute, byref(value), sizeof(value))
 
 
+@functools.cache
 def kernels(form: Form, device: int) -> list[Kernel]:
     """What the library offers for a product, its own favourite first; none of them adds up parts of a sum in an order
     that is up to chance.
     """
-    described = _made("cublasLtMatmulDescCreate", _IN_FP32, _KINDS["float32"])
+    described = _made("cublasLtMatmulDescCreate", _IN_FP32, KINDS[torch.float32])
     # The first factor of the library is the right one here.
     _set(described, _TURN_A, c_int(form.right_by_columns))
     _set(described, _TURN_B, c_int(form.left_by_columns))
@@ -142,7 +148,7 @@ def kernels(form: Form, device: int) -> list[Kernel]:
         _matrix(form.kind, *(left[::-1] if form.left_by_columns else left)),
         _matrix(form.result, form.columns, form.rows),
     )
-    if form.kind.startswith("float8"):
+    if form.kind == torch.float8_e4m3fn:
         for attribute in (_SCALE_A, _SCALE_B):
             _set(described, attribute, c_void_p(ALIGNED))  # any: it only says that there will be one
     preference = _made("cublasLtMatmulPreferenceCreate")
@@ -166,29 +172,30 @@ class Kernel:
 
     def __call__(self, product: Product) -> None:
         left, right, out, scale, other, plus = product
-        if scale is not None and other is not None:
-            _set(self._described, _SCALE_A, c_void_p(other.data_ptr()))
-            _set(self._described, _SCALE_B, c_void_p(scale.data_ptr()))
         size = self._found.workspace
         space = torch.empty(size, dtype=torch.uint8, device=out.device) if size else None  # until it is started
         a, b, c = self._layouts
-        status = self._run(
-            self._handle,
-            self._described,
-            byref(_ONE),
-            right.data_ptr(),
-            a,
-            left.data_ptr(),
-            b,
-            byref(_ZERO if plus is None else _ONE),
-            (out if plus is None else plus).data_ptr(),
-            c,
-            out.data_ptr(),
-            c,
-            byref(self._found),
-            None if space is None else space.data_ptr(),
-            size,
-            torch.cuda.current_stream(out.device).cuda_stream,
-        )
+        with _lock:
+            if scale is not None and other is not None:
+                _set(self._described, _SCALE_A, c_void_p(other.data_ptr()))
+                _set(self._described, _SCALE_B, c_void_p(scale.data_ptr()))
+            status = self._run(
+                self._handle,
+                self._described,
+                byref(_ONE),
+                right.data_ptr(),
+                a,
+                left.data_ptr(),
+                b,
+                byref(_ZERO if plus is None else _ONE),
+                (out if plus is None else plus).data_ptr(),
+                c,
+                out.data_ptr(),
+                c,
+                byref(self._found),
+                None if space is None else space.data_ptr(),
+                size,
+                torch.cuda.current_stream(out.device).cuda_stream,
+            )
         if status:
             raise LibraryError(f"cublasLtMatmul ended with {status}")

@@ -50,7 +50,17 @@ def _write(logits, target, logarithm, gradient, counts, by, classes: tl.constexp
 
 @triton.jit
 def _losses(
-    logits, targets, losses, lse, gradient, stride, gradient_stride, ignored, classes: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    targets,
+    losses,
+    lse,
+    gradient,
+    stride,
+    gradient_stride,
+    ignored,
+    above,
+    classes: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
@@ -63,15 +73,25 @@ def _losses(
     tl.store(losses + row, tl.where(counts, loss, 0.0))
     tl.store(lse + row, logarithm)
     # A row has just been read: it comes from a cache now.
-    _write(logits, target, logarithm, gradient + row * gradient_stride, counts, 1.0, classes, BLOCK)
+    _write(logits, target, logarithm, gradient + row * gradient_stride, counts, above, classes, BLOCK)
 
 
 @triton.jit
 def _again(
-    logits, targets, lse, factor, gradient, stride, gradient_stride, ignored, classes: tl.constexpr, BLOCK: tl.constexpr
+    logits,
+    targets,
+    lse,
+    above,
+    gradient,
+    stride,
+    gradient_stride,
+    ignored,
+    made,
+    classes: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    by = tl.load(factor).to(tl.float32)
-    if by != 1.0:
+    by = tl.load(above).to(tl.float32)
+    if by != made:
         row = tl.program_id(0).to(tl.int64)
         target = tl.load(targets + row)
         into = gradient + row * gradient_stride
@@ -110,31 +130,29 @@ def rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return lse, own
 
 
-def losses(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The loss of each row, its logarithm of the sum of exponentials, and the gradient of the sum of all losses."""
+def losses(logits: Tensor, targets: Tensor, ignored: int, above: float) -> tuple[Tensor, Tensor, Tensor]:
+    """The loss of each row, its logarithm of the sum of exponentials, and the gradient of `above` times all losses."""
     count, classes = logits.shape
     found, lse = (torch.empty(count, dtype=torch.float32, device=logits.device) for _ in range(2))
     gradient = torch.empty(count, classes, dtype=logits.dtype, device=logits.device)
     block, warps = _block(classes)
-    strides = logits.stride(0), gradient.stride(0)
+    numbers = logits.stride(0), gradient.stride(0), ignored, above
     with torch.cuda.device_of(logits):
-        _losses[(count,)](
-            logits, targets, found, lse, gradient, *strides, ignored, classes, BLOCK=block, num_warps=warps
-        )
+        _losses[(count,)](logits, targets, found, lse, gradient, *numbers, classes, BLOCK=block, num_warps=warps)
     return found, lse, gradient
 
 
-def scale(gradient: Tensor, factor: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignored: int) -> None:
-    """Make the gradient that `losses` gave `factor` times as large; nothing is read if that is 1, and the host need
-    not know.
+def again(
+    gradient: Tensor, made: float, above: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignored: int
+) -> None:
+    """The gradient of `above` times all losses, in place of that of `made` times. Where these are the same, which the
+    host need not know, nothing is read.
     """
     count, classes = gradient.shape
     block, warps = _block(classes)
-    strides = logits.stride(0), gradient.stride(0)
+    numbers = logits.stride(0), gradient.stride(0), ignored, made
     with torch.cuda.device_of(gradient):
-        _again[(count,)](
-            logits, targets, lse, factor, gradient, *strides, ignored, classes, BLOCK=block, num_warps=warps
-        )
+        _again[(count,)](logits, targets, lse, above, gradient, *numbers, classes, BLOCK=block, num_warps=warps)
 
 
 def gradients(logits: Tensor, lse: Tensor, targets: Tensor, of_lse: Tensor, of_own: Tensor) -> Tensor:

@@ -6,11 +6,15 @@
 
 The numbers are those of `F.cross_entropy(logits.float(), targets, reduction="sum")`. What is kept for the backward pass
 is the logits as they are and one number a row; beside them only the gradient is ever as large, and it has their type.
-Where Triton runs each way is one kernel, and in training both are one; elsewhere rows are taken some at a time.
+Where Triton runs each way is one kernel, or both are one, if it is said that the backward pass follows; elsewhere rows
+are taken some at a time.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -32,9 +36,10 @@ def lean_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100
     if not torch.compiler.is_compiling() and not _in_kernels(logits) and logits.numel() <= AT_ONCE:
         # Nothing to save, and torch's own is quicker on few rows.
         return F.cross_entropy(logits.to(_wide(logits)), targets, ignore_index=ignore_index, reduction="sum")
-    trains = logits.requires_grad and torch.is_grad_enabled()
+    above = _above.get()
+    trains = above is not None and logits.requires_grad and torch.is_grad_enabled()
     if trains and not torch.compiler.is_compiling() and _in_kernels(logits):
-        return _Trained.apply(logits, targets, ignore_index)
+        return _Trained.apply(logits, targets, ignore_index, above)
     return _CrossEntropy.apply(logits, targets, ignore_index)
 
 
@@ -54,24 +59,41 @@ class _CrossEntropy(torch.autograd.Function):
         return softmax_gradient(logits, lse, targets, of_lse, -of_lse), None, None
 
 
+_above: ContextVar[float | None] = ContextVar("above", default=None)
+
+
+@contextmanager
+def backward_follows(gradient: float) -> Iterator[None]:
+    """Losses that are computed in here get this gradient from above, and as soon as they are there."""
+    before = _above.set(gradient)
+    try:
+        yield
+    finally:
+        _above.reset(before)
+
+
 class _Trained(torch.autograd.Function):
-    """The same with the gradient made in the forward pass already, while a row is at hand: it is read once less."""
+    """The same with the gradient made in the forward pass already, while a row is at hand: it is read once less.
+
+    Should the gradient from above be another one than was said, it is made again.
+    """
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
-        losses, lse, ctx.gradient = torch.ops.meshrun.softmax_losses(logits, targets, ignore_index)
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignore_index: int, above: float) -> Tensor:
+        losses, lse, ctx.gradient = torch.ops.meshrun.softmax_losses(logits, targets, ignore_index, above)
         ctx.save_for_backward(logits, targets, lse)
-        ctx.ignore_index = ignore_index
+        ctx.ignore_index, ctx.above = ignore_index, above
         return losses.sum()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         logits, targets, lse = ctx.saved_tensors
         found, ctx.gradient = ctx.gradient, None
         if found is None:  # it was handed out before
-            found = torch.ops.meshrun.softmax_losses(logits, targets, ctx.ignore_index)[2]
-        torch.ops.meshrun.softmax_scaled_(found, gradients[0], logits, targets, lse, ctx.ignore_index)
-        return found, None, None
+            found = torch.ops.meshrun.softmax_losses(logits, targets, ctx.ignore_index, ctx.above)[2]
+        made = found, ctx.above
+        torch.ops.meshrun.softmax_again_(*made, gradients[0], logits, targets, lse, ctx.ignore_index)
+        return found, None, None, None
 
 
 def softmax_rows(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -121,16 +143,19 @@ def _gradient(logits: Tensor, lse: Tensor, targets: Tensor, of_lse: Tensor, of_o
     return found
 
 
-def _losses(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor, Tensor]:
+def _losses(logits: Tensor, targets: Tensor, ignored: int, above: float) -> tuple[Tensor, Tensor, Tensor]:
     from meshrun.kernels import _softmax_triton
 
-    return _softmax_triton.losses(_rows_in_memory(logits), targets.contiguous(), ignored)
+    return _softmax_triton.losses(_rows_in_memory(logits), targets.contiguous(), ignored, above)
 
 
-def _scale(gradient: Tensor, factor: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignored: int) -> None:
+def _again(
+    gradient: Tensor, made: float, above: Tensor, logits: Tensor, targets: Tensor, lse: Tensor, ignored: int
+) -> None:
     from meshrun.kernels import _softmax_triton
 
-    _softmax_triton.scale(gradient, factor, _rows_in_memory(logits), targets.contiguous(), lse, ignored)
+    rows = _rows_in_memory(logits), targets.contiguous(), lse
+    _softmax_triton.again(gradient, made, above, *rows, ignored)
 
 
 def _in_kernels(logits: Tensor) -> bool:
@@ -155,7 +180,7 @@ def _rows_shape(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return logits.new_empty(targets.shape, dtype=_wide(logits)), logits.new_empty(targets.shape, dtype=_wide(logits))
 
 
-def _losses_shape(logits: Tensor, targets: Tensor, _: int) -> tuple[Tensor, Tensor, Tensor]:
+def _losses_shape(logits: Tensor, targets: Tensor, _: int, __: float) -> tuple[Tensor, Tensor, Tensor]:
     return (*_rows_shape(logits, targets), logits.new_empty(logits.shape))
 
 
@@ -168,15 +193,16 @@ def _gradient_shape(logits: Tensor, *_: Tensor) -> Tensor:
 _LIBRARY = torch.library.Library("meshrun", "DEF")
 _LIBRARY.define("softmax_rows(Tensor logits, Tensor targets) -> (Tensor, Tensor)")
 _LIBRARY.define("softmax_gradient(Tensor logits, Tensor lse, Tensor targets, Tensor of_lse, Tensor of_own) -> Tensor")
-_LIBRARY.define("softmax_losses(Tensor logits, Tensor targets, int ignored) -> (Tensor, Tensor, Tensor)")
+_LIBRARY.define("softmax_losses(Tensor logits, Tensor targets, int ignored, float above) -> (Tensor, Tensor, Tensor)")
 _LIBRARY.define(
-    "softmax_scaled_(Tensor(a!) gradient, Tensor factor, Tensor logits, Tensor targets, Tensor lse, int ignored) -> ()"
+    "softmax_again_(Tensor(a!) gradient, float made, Tensor above, Tensor logits, Tensor targets, Tensor lse, "
+    "int ignored) -> ()"
 )
 _LIBRARY.impl("softmax_rows", _rows, "CompositeExplicitAutograd")
 _LIBRARY.impl("softmax_gradient", _gradient, "CompositeExplicitAutograd")
 _LIBRARY.impl("softmax_losses", _losses, "CUDA")
-_LIBRARY.impl("softmax_scaled_", _scale, "CUDA")
+_LIBRARY.impl("softmax_again_", _again, "CUDA")
 torch.library.register_fake("meshrun::softmax_losses", _losses_shape, lib=_LIBRARY)
-torch.library.register_fake("meshrun::softmax_scaled_", lambda *_: None, lib=_LIBRARY)
+torch.library.register_fake("meshrun::softmax_again_", lambda *_: None, lib=_LIBRARY)
 torch.library.register_fake("meshrun::softmax_rows", _rows_shape, lib=_LIBRARY)
 torch.library.register_fake("meshrun::softmax_gradient", _gradient_shape, lib=_LIBRARY)

@@ -4,15 +4,15 @@
     torch.ops.meshrun.product8(left, right, scale, other, kind, fast)     # of float8: as torch._scaled_mm
 
 torch calls the kernel that cuBLAS thinks best. Where a training keeps a card at its limit of power, which cuBLAS does
-not think of, another one of its kernels is often faster: for the products of a Llama of a billion parameters on an
-H200, by 3 % over all. So in a long training, the first time that a large product of some form is computed, each of the
-library's kernels that come into question computes it until the card runs at the pace that it can keep up; the fastest
-one does so from then on, in later runs too: the choice is kept beside what was compiled. These are operators for
-compiled code, which has them in place of torch's (`parallel/inductor.py`).
+not think of, another one of its kernels is often faster. So in a long training, the first time that a large product of
+some form is computed, each of the library's kernels that come into question computes it until the card runs at the pace
+that it can keep up; the fastest one does so from then on, in later runs too: the choice is kept beside what was
+compiled. These are operators for compiled code, which has them in place of torch's (`parallel/inductor.py`).
 """
 
 from __future__ import annotations
 
+import fcntl
 import functools
 import json
 import logging
@@ -79,18 +79,24 @@ class Kept:
         found = self.choices.get(key)
         return found if type(found) is int and 0 <= found < count else None
 
-    def put(self, key: str, which: int) -> None:
-        """Keep a choice; what other processes have kept meanwhile stays."""
-        self.choices[key] = which
+    def put(self, key: str, count: int, which: int) -> int:
+        """Keep a choice, unless another process has kept one meanwhile; returns the one that counts."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            others = self._read()
-            whole = {**others, self.card: {**others.get(self.card, {}), **self.choices}}
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
-                json.dump(whole, file, indent=1, sort_keys=True)
-            Path(file.name).replace(self.path)
+            with self.path.with_suffix(".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                everyone = self._read()
+                self.choices |= everyone.get(self.card, {})
+                if (kept := self.get(key, count)) is not None:
+                    return kept
+                self.choices[key] = which
+                with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False) as file:
+                    json.dump({**everyone, self.card: self.choices}, file, indent=1, sort_keys=True)
+                Path(file.name).replace(self.path)
         except OSError as error:
             log.info("choices of kernels are not kept: %s", error)
+            self.choices[key] = which
+        return which
 
 
 @functools.cache
@@ -112,11 +118,13 @@ def form_of(product: Product, fast: bool) -> Form | None:
             by_columns.append(True)
         else:
             return None
-    if plus is not None and not (plus.shape == out.shape and plus.is_contiguous()):
+    if left.dtype != right.dtype or not {left.dtype, out.dtype} <= _cublaslt.KINDS.keys():
         return None
-    given, result = (str(each).removeprefix("torch.") for each in (left.dtype, out.dtype))
+    if plus is not None and not (plus.shape == out.shape and plus.dtype == out.dtype and plus.is_contiguous()):
+        return None
     (rows, summed), columns = left.shape, right.shape[1]
-    return Form(rows, summed, columns, given, result, by_columns[0], by_columns[1], fast, plus is not None)
+    kinds = left.dtype, out.dtype
+    return Form(rows, summed, columns, *kinds, by_columns[0], by_columns[1], fast, plus is not None)
 
 
 _chosen: dict[Any, Multiply] = {}
@@ -125,10 +133,14 @@ _times_them = False
 
 
 def time_them(yes: bool) -> None:
-    """Whether what has never been timed on such a GPU is timed from now on: it takes two seconds a form."""
+    """Whether what has never been timed on such a GPU is timed from now on: it takes two seconds a form.
+
+    In a first step, that is, which may take long; after it, so long a silence looks like a rank that hangs.
+    """
     global _times_them
+    if yes:
+        _chosen.clear()
     _times_them = yes
-    _chosen.clear()
 
 
 def _multiplied(product: Product, fast: bool, by_torch: Multiply) -> Tensor:
@@ -159,7 +171,7 @@ def _choose(product: Product, fast: bool, by_torch: Multiply) -> Multiply:
         which = kept.get(name, len(ways))
         if which is None and _times_them and form.rows * form.summed * form.columns >= LARGE:
             which = fastest(len(ways), lambda one, ms: _taken(lambda: ways[one](product), ms))
-            kept.put(name, which)
+            which = kept.put(name, len(ways), which)
         chosen = ways[which or 0]
         chosen(product)
     except LibraryError as error:

@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from meshrun.errors import RunFailed
 from meshrun.experiment import Loss
+from meshrun.kernels.cross_entropy import backward_follows
 from meshrun.mesh import Here
 from meshrun.parallel import buffers, compress, masters
 from meshrun.parallel.dropout import draws
@@ -160,10 +161,12 @@ class Replicated:
             self._backward(None, own, asked)
         for number, piece in enumerate(pieces):
             last = number == len(pieces) - 1
+            share = self.here.replicas / samples
             with self._accumulating(reduce=last):
-                found = self._loss(step, piece, loss)
+                with backward_follows(share):
+                    found = self._loss(step, piece, loss)
                 own = as_sums(found) if own is None else own + as_sums(found)
-                self._backward(found.total * (self.here.replicas / samples), own if last else None, asked)
+                self._backward(found.total * share, own if last else None, asked)
             if not last:
                 self._collect_earlier()
         assert own is not None

@@ -36,7 +36,7 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
 from meshrun.kernels import pooled, products
-from meshrun.parallel import summed
+from meshrun.parallel import ample, summed
 from meshrun.parallel.ample import VIEWS, Kept, has_gates
 from meshrun.parallel.joined import join
 from meshrun.parallel.summed import add_in_products, called, multiplications
@@ -114,6 +114,11 @@ def _much_read(node: Any) -> set[str]:
     return {name for name, size in sizes.items() if 2 * size >= most}
 
 
+def _hash() -> bytes:
+    """Of all that says what becomes of a graph."""
+    return get_hash_for_files((__file__, *(each.__file__ for each in (ample, summed, products, pooled))))
+
+
 class Whole(CustomGraphPass):
     """A graph of both passes, in which products begin with what they are added to."""
 
@@ -127,21 +132,21 @@ class Whole(CustomGraphPass):
 
     def uuid(self) -> Any:
         """The same, of all that it does."""
-        return get_hash_for_files((summed.__file__,)), self._kept and self._kept.uuid()
+        return _hash(), self._kept is not None
 
 
 class Rewritten(CustomGraphPass):
     """A graph with some operations in another form, of one pass."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        choose_kernels(graph)
         transpose_weights(graph)
+        choose_kernels(graph)
         put_heads_together(graph)
         spread_maxima(graph)
 
     def uuid(self) -> bytes:
         """The same, where torch does not ask for that of choices."""
-        return get_hash_for_files((__file__, summed.__file__))
+        return _hash()
 
 
 def choose_kernels(graph: fx.Graph) -> None:
@@ -149,21 +154,27 @@ def choose_kernels(graph: fx.Graph) -> None:
     what they are added to.
     """
     for node in graph.find_nodes(op="call_function", target=_aten.mm.default):
-        if node.meta["val"].dtype == torch.bfloat16 and multiplications(*node.args) >= products.LARGE:
+        if multiplications(*node.args) >= products.LARGE and node.meta["val"].dtype == torch.bfloat16:
             _exchange(graph, node, products.OPERATION, *node.args)
     for node in graph.find_nodes(op="call_function", target=_aten.addmm.default):
         plus, left, right = node.args
-        value = node.meta["val"]
-        whole = plus.meta["val"].shape == value.shape and value.dtype == torch.bfloat16 and not node.kwargs
-        if whole and multiplications(left, right) >= summed.LARGE:
+        if multiplications(left, right) >= summed.LARGE and not node.kwargs and _is_whole(plus, node):
             _exchange(graph, node, products.OPERATION, left, right, plus)
     for node in graph.find_nodes(op="call_function", target=_aten._scaled_mm.default):
         given: list[Any] = [*node.args, *(None, None, None, False)[len(node.args) - 4 :]]
         left, right, scale, other, bias, of_result, kind, fast = given
-        plain = bias is None and of_result is None and kind is not None
-        one_each = all(each.meta["val"].numel() == 1 for each in (scale, other))
-        if plain and one_each and multiplications(left, right) >= products.LARGE:
-            _exchange(graph, node, products.OPERATION8, left, right, scale, other, kind, fast)
+        plain = bias is None and of_result is None and kind in (torch.bfloat16, torch.float32)
+        if plain and multiplications(left, right) >= products.LARGE:
+            kinds = {each.meta["val"].dtype for each in (left, right)}
+            one_each = all(each.meta["val"].numel() == 1 for each in (scale, other))
+            if one_each and kinds == {torch.float8_e4m3fn}:
+                _exchange(graph, node, products.OPERATION8, left, right, scale, other, kind, fast)
+
+
+def _is_whole(plus: fx.Node, node: fx.Node) -> bool:
+    """Whether what is added is as large as the sum, all of bf16."""
+    value, wanted = plus.meta["val"], node.meta["val"]
+    return value.shape == wanted.shape and value.dtype == wanted.dtype == torch.bfloat16
 
 
 def _exchange(graph: fx.Graph, node: fx.Node, target: Any, *arguments: Any) -> None:

@@ -10,7 +10,6 @@ into forward and backward pass yet, so that it is the sum that is kept between t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,61 +22,61 @@ LARGE = 20_000_000_000
 _aten = torch.ops.aten
 
 
-def add_in_products(graph: fx.Graph) -> int:
-    """Make one of large products of bf16 and what they are added to, where that is at hand; returns how many."""
-    found = 0
-    for node in graph.find_nodes(op="call_function", target=_aten.add.Tensor):
-        if len(node.args) == 2 and not node.kwargs:
-            for one, other in (node.args, node.args[::-1]):
-                product = _only_for_this(one)
-                if product is not None and _is_at_hand(other, node):
-                    _replace(graph, node, product, other)
-                    found += 1
-                    break
-    return found
+def add_in_products(graph: fx.Graph) -> None:
+    """Make one of large products of bf16 and what they are added to, where that is at hand."""
+    for total in graph.find_nodes(op="call_function", target=_aten.add.Tensor):
+        if len(total.args) != 2 or total.kwargs or "recompute" in total.meta:
+            continue
+        for one, other in (total.args, total.args[::-1]):
+            chain = _only_for_this(one)
+            if chain and one is not other and _is_alike(one, total) and _is_at_hand(other, total):
+                _replace(graph, total, chain, other)
+                break
 
 
-def _only_for_this(node: Any) -> fx.Node | None:
-    """The large product that something is a view of, if nobody else reads either."""
+def _only_for_this(node: Any) -> list[fx.Node]:
+    """A node, what it is a view of, and so on to a large product, if nobody else reads any of these; else nothing."""
+    chain = []
     while isinstance(node, fx.Node) and len(node.users) == 1:
+        chain.append(node)
         if node.target is _aten.mm.default:
-            of_halves = node.meta["val"].dtype == torch.bfloat16
-            return node if of_halves and multiplications(*node.args) >= LARGE and "recompute" not in node.meta else None
+            # What a user has said of it, by torch's checkpoint, stays.
+            large = multiplications(*node.args) >= LARGE and "recompute" not in node.meta
+            return chain if large else []
         if node.target not in VIEWS and node.target is not _aten.clone.default:  # of a dropout that drops nothing
-            return None
+            return []
         node = node.args[0]
-    return None
+    return []
+
+
+def _is_alike(node: Any, total: fx.Node) -> bool:
+    """Whether it is of bf16, and as large as the sum and as whole in memory."""
+    value, wanted = node.meta["val"], total.meta["val"]
+    halves = value.dtype == wanted.dtype == torch.bfloat16
+    return halves and value.shape == wanted.shape and value.is_contiguous() and wanted.is_contiguous()
 
 
 def _is_at_hand(node: Any, total: fx.Node) -> bool:
-    """Whether it is in memory anyway, as large as the sum, rather than computed by whoever reads it."""
-    if not isinstance(node, fx.Node):
+    """Whether what is added is in memory anyway, rather than computed by whoever reads it."""
+    if not isinstance(node, fx.Node) or not isinstance(node.meta["val"], Tensor):
         return False
-    value, wanted = node.meta["val"], total.meta["val"]
-    like = isinstance(value, Tensor) and value.shape == wanted.shape and value.dtype == wanted.dtype
     whole = seen_through(node)
-    return like and value.is_contiguous() and (whole.op == "placeholder" or whole.target in FACTORS)
+    return _is_alike(node, total) and (whole.op == "placeholder" or whole.target in FACTORS)
 
 
-def _replace(graph: fx.Graph, total: fx.Node, product: fx.Node, other: fx.Node) -> None:
+def _replace(graph: fx.Graph, total: fx.Node, chain: list[fx.Node], other: fx.Node) -> None:
+    product = chain[-1]
     shapes = [list(each.meta["val"].shape) for each in (product, total)]
     with graph.inserting_before(total):
         begin = called(graph, _aten.reshape.default, other, shapes[0])
         made = called(graph, _aten.addmm.default, begin, *product.args)
         result = called(graph, _aten.reshape.default, made, shapes[1])
+    about = {name: each for name, each in total.meta.items() if name not in ("val", "tensor_meta")}
     for each in (begin, made, result):
-        each.meta = {**total.meta, "val": each.meta["val"]}  # in which pass it is, and from where
+        each.meta = {**about, "val": each.meta["val"]}  # in which pass it is, and from where
     total.replace_all_uses_with(result)
-    graph.erase_node(total)
-    for each in reversed(list(_with_views(product))):
+    for each in (total, *chain):
         graph.erase_node(each)
-
-
-def _with_views(node: fx.Node) -> Iterator[fx.Node]:
-    """A node, and what is a view of the one before, each read by nobody else."""
-    yield node
-    for user in node.users:
-        yield from _with_views(user)
 
 
 def multiplications(left: Any, right: Any) -> int:

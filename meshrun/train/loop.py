@@ -35,6 +35,7 @@ from meshrun.data.order import Order
 from meshrun.data.together import coming
 from meshrun.errors import RunFailed
 from meshrun.experiment import Experiment, in_halves
+from meshrun.kernels import products
 from meshrun.mesh import Here, start
 from meshrun.parallel.build import build
 from meshrun.parallel.how import How
@@ -201,6 +202,7 @@ class Trainer:
         mark = time.perf_counter()
         while (data := self._next(coming)) is not None:
             update = self._one(data)
+            products.time_them(False)
             now = time.perf_counter()
             update.seconds, mark = now - mark, now
             self.step = data.step + 1

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 
 from meshrun import cross_entropy, token_cross_entropy
 from meshrun.kernels import cross_entropy as kernels
-from meshrun.kernels.cross_entropy import lean_cross_entropy
+from meshrun.kernels.cross_entropy import backward_follows, lean_cross_entropy
 
 
 def case(rows: int, classes: int, kind: torch.dtype, device: str = "cpu") -> tuple[Tensor, Tensor]:
@@ -21,15 +21,15 @@ def case(rows: int, classes: int, kind: torch.dtype, device: str = "cpu") -> tup
     return logits, targets
 
 
-def compare(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> None:
-    """The value and the gradient with those of torch in fp32, under a gradient from above that is not 1."""
+def compare(logits: Tensor, targets: Tensor, ignore_index: int = -100, above: float = 0.3) -> None:
+    """The value and the gradient with those of torch in fp32, under a gradient from above."""
     plain = logits.detach().clone().requires_grad_()
     mine = lean_cross_entropy(logits, targets, ignore_index)
     its = F.cross_entropy(plain.float(), targets, ignore_index=ignore_index, reduction="sum")
     assert mine.dtype == torch.float32
     torch.testing.assert_close(mine, its, rtol=2e-6, atol=1e-6)
-    (mine * 0.3).backward()
-    (its * 0.3).backward()
+    (mine * above).backward()
+    (its * above).backward()
     assert logits.grad is not None and plain.grad is not None
     assert logits.grad.dtype == logits.dtype
     torch.testing.assert_close(logits.grad, plain.grad, rtol=1e-2, atol=1e-6)
@@ -134,12 +134,31 @@ def test_a_loss_on_the_gpu_takes_the_memory_of_logits_and_their_gradient():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("above", [0.3, 1 / 24, 1.0])
+def test_a_gradient_that_is_made_with_the_loss_is_torchs(kind: torch.dtype, above: float):
+    with backward_follows(1 / 24):
+        for rows, classes in ((1, 2), (65, 1000), (33, 32003)):
+            compare(*case(rows, classes, kind, "cuda"), above=above)
+        wide, targets = case(16, 128, kind, "cuda")
+        compare(wide.detach()[:, :100].requires_grad_(), targets.clamp(max=99), above=above)
+        logits, targets = case(8, 101, kind, "cuda")
+        with torch.no_grad():
+            logits[0] = torch.inf
+        total = lean_cross_entropy(logits, targets)
+        (gradient,) = torch.autograd.grad(total * above, logits)
+        assert torch.isfinite(total) and torch.isfinite(gradient).all() and not gradient[0].any()
+
+
+@pytest.mark.gpu
 def test_a_gradient_can_be_asked_for_again():
     logits, targets = case(9, 1001, torch.bfloat16, "cuda")
-    total = lean_cross_entropy(logits, targets)
-    thrice, once, again = (torch.autograd.grad(total * by, logits, retain_graph=True)[0] for by in (3.0, 1.0, 3.0))
-    assert torch.equal(thrice, again)
-    torch.testing.assert_close(thrice, 3 * once, rtol=2**-6, atol=0)
+    with backward_follows(3.0):
+        total = lean_cross_entropy(logits, targets)
+    plain = lean_cross_entropy(logits, targets)
+    for above in (3.0, 1.0, 3.0):
+        found, wanted = (torch.autograd.grad(each * above, logits, retain_graph=True)[0] for each in (total, plain))
+        torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -34,15 +35,30 @@ def test_another_than_torchs_must_be_faster_by_more_than_chance(other: float, fo
     assert fastest(2, lambda which, _: (1.0, other)[which]) == found
 
 
-def test_choices_are_kept_beside_those_of_other_cards_and_processes(tmp_path: Path):
+def test_choices_are_kept_beside_those_of_other_cards_and_the_first_one_counts(tmp_path: Path):
     one, other = Kept(tmp_path / "new", "H200"), Kept(tmp_path / "new", "H200")
-    one.put("a", 3)
-    other.put("b", 0)
-    Kept(tmp_path / "new", "A100").put("a", 1)
+    assert one.put("a", 4, 3) == 3
+    assert other.put("b", 4, 0) == 0
+    assert other.put("a", 4, 2) == 3 == other.get("a", 4), "it was not there when this one has looked, and is now"
+    Kept(tmp_path / "new", "A100").put("a", 4, 1)
     later = Kept(tmp_path / "new", "H200")
     assert (later.get("a", 4), later.get("b", 4), later.get("c", 4)) == (3, 0, None)
     assert later.get("a", 3) is None, "there is no such kernel any more"
-    assert [each.name for each in (tmp_path / "new").iterdir()] == [products.FILE]
+    assert later.put("a", 3, 1) == 1 == Kept(tmp_path / "new", "H200").get("a", 3)
+
+
+def keep(folder: Path, number: int) -> None:
+    for place in range(20):
+        Kept(folder, "H200").put(f"{number} {place}", 4, number)
+
+
+def test_processes_that_keep_choices_at_once_lose_none(tmp_path: Path):
+    others = [multiprocessing.get_context("fork").Process(target=keep, args=(tmp_path, number)) for number in range(4)]
+    for each in others:
+        each.start()
+    for each in others:
+        each.join()
+    assert len(Kept(tmp_path, "H200").choices) == 80
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{", '{"H200": 3}', '{"H200": {"a": "3"}}', '{"H200": {"a": true}}'])
@@ -50,15 +66,14 @@ def test_a_file_that_makes_no_sense_is_as_none(text: str, tmp_path: Path):
     (tmp_path / products.FILE).write_text(text)
     kept = Kept(tmp_path, "H200")
     assert kept.get("a", 9) is None
-    kept.put("a", 2)
+    assert kept.put("a", 9, 2) == 2
     assert json.loads((tmp_path / products.FILE).read_text())["H200"] == {"a": 2}
 
 
 def test_a_folder_that_cannot_be_written_to_ends_nothing(tmp_path: Path):
     (tmp_path / "file").touch()
     kept = Kept(tmp_path / "file" / "folder", "H200")
-    kept.put("a", 2)
-    assert kept.get("a", 9) == 2
+    assert kept.put("a", 9, 2) == 2 == kept.get("a", 9)
 
 
 def halves(rows: int, columns: int, by_columns: bool = False, device: str = "cpu") -> Tensor:
@@ -82,9 +97,19 @@ def product(left: Tensor, right: Tensor, plus: Tensor | None = None, kind: torch
 def test_what_lies_otherwise_in_memory_is_left_to_torch():
     left, right, plus = halves(64, 32), halves(32, 48, by_columns=True), halves(64, 48)
     found = products.form_of(product(left, right, plus), False)
-    assert found == Form(64, 32, 48, "bfloat16", "bfloat16", right_by_columns=True, plus=True)
+    assert found == Form(64, 32, 48, torch.bfloat16, torch.bfloat16, right_by_columns=True, plus=True)
     assert products.form_of(product(halves(64, 64)[:, :32], right), False) is None
     assert products.form_of(product(left, right, plus[:1]), False) is None
+    assert products.form_of(product(left, right, plus.float()), False) is None
+
+
+@pytest.mark.parametrize("right", [torch.float8_e5m2, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("left", [torch.float8_e5m2, torch.float8_e4m3fn])
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_numbers_of_other_kinds_are_left_to_torch(left: torch.dtype, right: torch.dtype, kind: torch.dtype):
+    given = product(halves(64, 32).to(left), halves(32, 48).to(right), kind=kind)
+    known = left == right == torch.float8_e4m3fn and kind == torch.bfloat16
+    assert (products.form_of(given, False) is not None) == known
 
 
 def test_a_compiler_knows_what_they_give():

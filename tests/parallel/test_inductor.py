@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch._inductor.choices import InductorChoices
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from meshrun.kernels import pooled, products
-from meshrun.parallel import inductor
+from meshrun.parallel import ample, inductor
 
 
 def halves(*shape: int) -> Tensor:
@@ -51,6 +52,59 @@ def test_kernels_are_chosen_for_large_products_of_halves(monkeypatch: pytest.Mon
     assert of_ours(halves(8, 64).t(), halves(16, 8).t()) == 1
     assert of_ours(halves(64, 8), halves(8, 15)) == 0, "it is small"
     assert of_ours(halves(64, 8).float(), halves(8, 16).float()) == 0, "it is not of halves"
+
+
+def test_a_wide_weight_of_a_large_product_is_transposed_and_its_kernel_chosen(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(inductor, "LARGE", 8)
+    monkeypatch.setattr(products, "LARGE", 64 * 8 * 16)
+    for target in (torch.ops.aten.clone.default, products.OPERATION):
+        assert count(target, halves(64, 8), halves(8, 16)) == 1
+
+
+def test_products_of_other_kinds_of_float8_stay_as_they_are(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(products, "LARGE", 1)
+    one = torch.ones(())
+    for kinds in ((torch.float8_e5m2, torch.float8_e4m3fn), (torch.float8_e4m3fn, torch.float8_e5m2)):
+        given = halves(64, 32).to(kinds[0]), halves(48, 32).to(kinds[1]).t(), one, one
+        graph = make_fx(lambda *each: torch._scaled_mm(*each, out_dtype=torch.bfloat16), tracing_mode="fake")(*given)
+        inductor.Rewritten()(graph.graph)
+        assert not graph.graph.find_nodes(op="call_function", target=products.OPERATION8)
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_graphs_are_rewritten_for_gpus_alone(keeps: bool, monkeypatch: pytest.MonkeyPatch):
+    found = []
+    monkeypatch.setattr(inductor, "compile_fx", lambda *_, config_patches, **__: found.append(config_patches))
+    graph = fx.symbolic_trace(lambda x: x + 1)
+    for on_gpu in (False, True):
+        inductor._compiled(graph, [SimpleTensor(on_gpu)], keeps, {})
+    on_cpu, on_gpu_too = ({name: type(each) for name, each in patches.items()} for patches in found)
+    assert on_cpu == ({"joint_custom_pre_pass": ample.Kept} if keeps else {})
+    both = {"joint_custom_pre_pass": inductor.Whole, "post_grad_custom_pre_pass": inductor.Rewritten}
+    assert on_gpu_too == both
+
+
+class SimpleTensor(Tensor):
+    """Says where it is."""
+
+    @staticmethod
+    def __new__(cls, on_gpu: bool) -> SimpleTensor:
+        return torch.Tensor._make_subclass(cls, torch.zeros(1))
+
+    def __init__(self, on_gpu: bool) -> None:
+        self._on_gpu = on_gpu
+
+    @property
+    def is_cuda(self) -> bool:
+        return self._on_gpu
+
+
+def test_code_that_is_kept_is_told_apart_by_all_that_rewrites_graphs(monkeypatch: pytest.MonkeyPatch):
+    read: list[str] = []
+    monkeypatch.setattr(inductor, "get_hash_for_files", lambda names: read.extend(names) or b"")
+    inductor.Rewritten().uuid()
+    assert {Path(each).name for each in read} == {"inductor.py", "ample.py", "summed.py", "products.py", "pooled.py"}
+    assert inductor.Whole(True).uuid() != inductor.Whole(False).uuid()
 
 
 @pytest.mark.parametrize("fast", [False, True])

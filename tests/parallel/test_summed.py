@@ -19,6 +19,10 @@ from meshrun.kernels import products
 from meshrun.parallel import inductor, summed
 
 
+def halves(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(summed, "LARGE", 1)
@@ -66,10 +70,6 @@ def compiled(forward: Callable[..., Tensor]) -> tuple[Callable[..., Tensor], lis
     return torch.compile(forward, backend=backend), passes
 
 
-def halves(*shape: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-
-
 def test_residual_connections_are_part_of_products_in_both_passes():
     block, x = Block(), halves(4, 6, 16).requires_grad_()
     forward, passes = compiled(block.forward)
@@ -90,11 +90,13 @@ def added(forward: Callable[..., Tensor], *inputs: Tensor, tag: str = "other") -
     module = make_fx(forward, decompositions, tracing_mode="fake")(*inputs)
     for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default):
         node.meta[tag] = True
-    found = summed.add_in_products(module.graph)
+    summed.add_in_products(module.graph)
     module.graph.lint()
     module.recompile()
-    torch.testing.assert_close(module(*inputs), forward(*inputs), rtol=2**-6, atol=2e-2)
-    return found
+    found, wanted = module(*inputs), forward(*inputs)
+    torch.testing.assert_close(found, wanted, rtol=2**-6, atol=2e-2)
+    assert found.stride() == wanted.stride()
+    return len(module.graph.find_nodes(op="call_function", target=torch.ops.aten.addmm.default))
 
 
 def residual(x: Tensor, weight: Tensor) -> Tensor:
@@ -105,7 +107,7 @@ def test_it_does_not_matter_which_of_two_is_the_product():
     given = halves(4, 6, 16), halves(16, 16)
     assert added(residual, *given) == added(lambda x, w: F.linear(x, w) + x, *given) == 1
     assert added(lambda x, w: F.linear(x, w) + F.linear(x, w.t()), *given) == 1
-    assert added(lambda x, w: x + F.dropout(F.linear(x, w), 0.0), *given) == 1
+    assert added(lambda x, w: x + F.linear(x, w).clone(), *given) == 1, "as a dropout that drops nothing makes it"
 
 
 @pytest.mark.parametrize(
@@ -114,15 +116,31 @@ def test_it_does_not_matter_which_of_two_is_the_product():
         ("what is added is not in memory", lambda x, w: x.tanh() + F.linear(x, w)),
         ("another one reads the product", lambda x, w: (product := F.linear(x, w)) * (x + product)),
         ("the product is computed with before", lambda x, w: x + F.linear(x, w).relu()),
-        ("a row is added to all", lambda x, w: x[0, 0] + F.linear(x, w)),
         ("it is added twice", lambda x, w: torch.add(x, F.linear(x, w), alpha=2)),
         ("a number is added", lambda x, w: F.linear(x, w) + 1),
-        ("what is added is of another kind", lambda x, w: x.float() + F.linear(x, w)),
-        ("what is added lies otherwise", lambda x, w: x.mT.contiguous().mT + F.linear(x, w)),
+        ("it is added to itself", lambda x, w: (product := F.linear(x, w)) + product),
+        ("it is seen otherwise", lambda x, w: x.view(4, 16, 6) + F.linear(x, w).mT),
+        (
+            "its copy lies otherwise",
+            lambda x, w: x.view(4, 6, 4, 4) + F.linear(x, w).view(4, 6, 4, 4).clone(memory_format=torch.channels_last),
+        ),
     ],
 )
 def test_other_sums_stay_as_they_are(why: str, forward: Callable[..., Tensor]):
     assert added(forward, halves(4, 6, 16), halves(16, 16)) == 0, why
+
+
+@pytest.mark.parametrize(
+    ("why", "plus"),
+    [
+        ("it is of another kind", halves(4, 6, 16).float()),
+        ("it lies otherwise", halves(4, 16, 6).mT),
+        ("it is a row that is added to all", halves(16)),
+        ("it is larger than the product", halves(2, 4, 6, 16)),
+    ],
+)
+def test_what_is_not_like_the_product_is_added_as_always(why: str, plus: Tensor):
+    assert added(lambda plus, x, w: plus + F.linear(x, w), plus, halves(4, 6, 16), halves(16, 16)) == 0, why
 
 
 def test_what_a_user_has_computed_twice_stays_so():
