@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch._dynamo
+import torch._functorch.config
 import torch.nn.functional as F
-from torch import Tensor, nn
+from functorch.compile import make_boxed_func
+from torch import Tensor, fx, nn
+from torch._inductor.compile_fx import compile_fx
 from torch.utils.checkpoint import checkpoint
 
 from meshrun.parallel import compiled, inductor
@@ -69,11 +74,19 @@ def kept(module: nn.Module, forward: Callable[..., Tensor]) -> list[tuple[int, .
     return found
 
 
+def _as_it_is(graph: fx.GraphModule, *_: Any, **__: Any) -> Any:
+    return make_boxed_func(graph.forward)
+
+
 @pytest.fixture(autouse=True)
-def _compiles_anew():
+def _compiles_anew(monkeypatch: pytest.MonkeyPatch):
+    """Up to where a graph is cut into both passes: of these, no code is made."""
+    monkeypatch.setattr(inductor, "compile_fx", partial(compile_fx, inner_compile=_as_it_is))
+    monkeypatch.setattr(compiled, "_prepare", lambda _: None)  # with it, torch would want code to keep
     torch.manual_seed(0)
     torch._dynamo.reset()
-    yield
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        yield
     torch._dynamo.reset()
 
 
