@@ -38,14 +38,21 @@ def _rows(logits, targets, lse, own, stride, classes: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
-def _write(logits, target, logarithm, gradient, counts, by, classes: tl.constexpr, BLOCK: tl.constexpr):
-    """The gradient of a row, times `by`."""
+def _write(logits, target, logarithm, gradient, of_lse, of_own, at, classes: tl.constexpr):
+    """The gradient of some of a row's logits."""
+    inside = at < classes
+    x = tl.load(logits + at, mask=inside, other=-float("inf")).to(tl.float32)
+    # A row that does not count has the gradient 0, whatever is in it: infinities too.
+    found = tl.where(of_lse == 0, 0.0, tl.exp(x - logarithm) * of_lse)
+    found = tl.where(at == target, found + of_own, found)
+    tl.store(gradient + at, found.to(gradient.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _write_row(logits, target, logarithm, gradient, by, classes: tl.constexpr, BLOCK: tl.constexpr):
+    """The gradient of `by` times a row's loss."""
     for begin in range(0, classes, BLOCK):
-        at = begin + tl.arange(0, BLOCK)
-        x = tl.load(logits + at, mask=at < classes, other=-float("inf")).to(tl.float32)
-        found = (tl.exp(x - logarithm) - tl.where(at == target, 1.0, 0.0)) * by
-        found = tl.where(counts, found, 0.0)
-        tl.store(gradient + at, found.to(gradient.dtype.element_ty), mask=at < classes)
+        _write(logits, target, logarithm, gradient, by, -by, begin + tl.arange(0, BLOCK), classes)
 
 
 @triton.jit
@@ -73,7 +80,8 @@ def _losses(
     tl.store(losses + row, tl.where(counts, loss, 0.0))
     tl.store(lse + row, logarithm)
     # A row has just been read: it comes from a cache now.
-    _write(logits, target, logarithm, gradient + row * gradient_stride, counts, above, classes, BLOCK)
+    by = tl.where(counts, above, 0.0)
+    _write_row(logits, target, logarithm, gradient + row * gradient_stride, by, classes, BLOCK)
 
 
 @triton.jit
@@ -94,8 +102,9 @@ def _again(
     if by != made:
         row = tl.program_id(0).to(tl.int64)
         target = tl.load(targets + row)
+        by = tl.where(target != ignored, by, 0.0)
         into = gradient + row * gradient_stride
-        _write(logits + row * stride, target, tl.load(lse + row), into, target != ignored, by, classes, BLOCK)
+        _write_row(logits + row * stride, target, tl.load(lse + row), into, by, classes, BLOCK)
 
 
 @triton.jit
@@ -104,13 +113,9 @@ def _gradients(
 ):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < classes
-    weight = tl.load(of_lse + row)
-    # A row that does not count has the gradient 0, whatever is in it: infinities too.
-    x = tl.load(logits + row * stride + at, mask=inside, other=-float("inf")).to(tl.float32)
-    found = tl.where(weight == 0, 0.0, tl.exp(x - tl.load(lse + row)) * weight)
-    found = tl.where(at == tl.load(targets + row), found + tl.load(of_own + row), found)
-    tl.store(gradient + row * gradient_stride + at, found.to(gradient.dtype.element_ty), mask=inside)
+    target, logarithm = tl.load(targets + row), tl.load(lse + row)
+    into = gradient + row * gradient_stride
+    _write(logits + row * stride, target, logarithm, into, tl.load(of_lse + row), tl.load(of_own + row), at, classes)
 
 
 def _block(classes: int) -> tuple[int, int]:

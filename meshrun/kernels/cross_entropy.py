@@ -33,13 +33,13 @@ def lean_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100
     A target that is no class makes it NaN: on a GPU looking at targets beforehand would make the host wait.
     """
     # The compiler takes the operators as they are, and cannot follow the question where they run.
-    if not torch.compiler.is_compiling() and not _in_kernels(logits) and logits.numel() <= AT_ONCE:
-        # Nothing to save, and torch's own is quicker on few rows.
-        return F.cross_entropy(logits.to(_wide(logits)), targets, ignore_index=ignore_index, reduction="sum")
-    above = _above.get()
-    trains = above is not None and logits.requires_grad and torch.is_grad_enabled()
-    if trains and not torch.compiler.is_compiling() and _in_kernels(logits):
-        return _Trained.apply(logits, targets, ignore_index, above)
+    if not torch.compiler.is_compiling():
+        in_kernels, above = _in_kernels(logits), _above.get()
+        if not in_kernels and logits.numel() <= AT_ONCE:
+            # Nothing to save, and torch's own is quicker on few rows.
+            return F.cross_entropy(logits.to(_wide(logits)), targets, ignore_index=ignore_index, reduction="sum")
+        if in_kernels and above is not None and logits.requires_grad and torch.is_grad_enabled():
+            return _Trained.apply(logits, targets, ignore_index, above)
     return _CrossEntropy.apply(logits, targets, ignore_index)
 
 
@@ -55,8 +55,12 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         logits, lse, targets, counts = ctx.saved_tensors
-        of_lse = gradients[0] * counts
-        return softmax_gradient(logits, lse, targets, of_lse, -of_lse), None, None
+        return _of_total(logits, lse, targets, gradients[0] * counts), None, None
+
+
+def _of_total(logits: Tensor, lse: Tensor, targets: Tensor, above: Tensor) -> Tensor:
+    """The gradient of logits from those of each row's loss."""
+    return softmax_gradient(logits, lse, targets, above, -above)
 
 
 _above: ContextVar[float | None] = ContextVar("above", default=None)
@@ -90,9 +94,10 @@ class _Trained(torch.autograd.Function):
         logits, targets, lse = ctx.saved_tensors
         found, ctx.gradient = ctx.gradient, None
         if found is None:  # it was handed out before
-            found = torch.ops.meshrun.softmax_losses(logits, targets, ctx.ignore_index, ctx.above)[2]
-        made = found, ctx.above
-        torch.ops.meshrun.softmax_again_(*made, gradients[0], logits, targets, lse, ctx.ignore_index)
+            found = _of_total(logits, lse, targets, gradients[0] * (targets != ctx.ignore_index))
+        else:
+            given = gradients[0], logits, targets, lse
+            torch.ops.meshrun.softmax_again_(found, ctx.above, *given, ctx.ignore_index)
         return found, None, None, None
 
 

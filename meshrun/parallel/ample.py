@@ -20,10 +20,9 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
+from meshrun.parallel.nodes import FACTORS, VIEWS, seen_through
+
 _aten = torch.ops.aten
-FACTORS = {_aten.mm.default: 0, _aten.addmm.default: 1}
-"""Products, and which of their arguments is the activation."""
-VIEWS = {_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default}
 _TIMES = {operator.mul, operator.imul, torch.mul, "mul", "mul_"}
 _LINEAR = {F.linear, operator.matmul, torch.matmul, torch.mm, torch.addmm, "matmul", "mm"}
 _CONVERTED = torch.ops.prims.convert_element_type.default
@@ -79,13 +78,6 @@ def _made_of(node: fx.Node, size: int) -> set[fx.Node]:
         elif (_size(node) or 0) >= size and (node.op == "placeholder" or node.all_input_nodes):
             found.add(node)
     return found
-
-
-def seen_through(node: fx.Node) -> fx.Node:
-    """What a view is of."""
-    while node.target in VIEWS:
-        node = node.all_input_nodes[0]
-    return node
 
 
 def _is_pointwise(node: fx.Node) -> bool:

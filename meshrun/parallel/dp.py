@@ -156,12 +156,12 @@ class Replicated:
         """One update's gradients: those of sum(total) / samples over all replicas."""
         self._begin_step(every_rank_has_samples=samples >= self.here.replicas)
         own: Tensor | None = None
+        share = self.here.replicas / samples
         if not pieces:
             own = torch.zeros(2, dtype=torch.float64, device=self.here.device)
             self._backward(None, own, asked)
         for number, piece in enumerate(pieces):
             last = number == len(pieces) - 1
-            share = self.here.replicas / samples
             with self._accumulating(reduce=last):
                 with backward_follows(share):
                     found = self._loss(step, piece, loss)

@@ -36,10 +36,11 @@ from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.virtualized import V
 
 from meshrun.kernels import pooled, products
-from meshrun.parallel import ample, summed
-from meshrun.parallel.ample import VIEWS, Kept, has_gates
+from meshrun.parallel import ample, nodes, summed
+from meshrun.parallel.ample import Kept, has_gates
 from meshrun.parallel.joined import join
-from meshrun.parallel.summed import add_in_products, called, multiplications
+from meshrun.parallel.nodes import VIEWS, called, multiplications
+from meshrun.parallel.summed import add_in_products, is_alike
 
 ROW = 16_384
 """Numbers of a row that is kept: what the registers of a multiprocessor hold."""
@@ -116,7 +117,7 @@ def _much_read(node: Any) -> set[str]:
 
 def _hash() -> bytes:
     """Of all that says what becomes of a graph."""
-    return get_hash_for_files((__file__, *(each.__file__ for each in (ample, summed, products, pooled))))
+    return get_hash_for_files((__file__, *(each.__file__ for each in (ample, nodes, summed, products, pooled))))
 
 
 class Whole(CustomGraphPass):
@@ -158,7 +159,7 @@ def choose_kernels(graph: fx.Graph) -> None:
             _exchange(graph, node, products.OPERATION, *node.args)
     for node in graph.find_nodes(op="call_function", target=_aten.addmm.default):
         plus, left, right = node.args
-        if multiplications(left, right) >= summed.LARGE and not node.kwargs and _is_whole(plus, node):
+        if multiplications(left, right) >= summed.LARGE and not node.kwargs and is_alike(plus, node):
             _exchange(graph, node, products.OPERATION, left, right, plus)
     for node in graph.find_nodes(op="call_function", target=_aten._scaled_mm.default):
         given: list[Any] = [*node.args, *(None, None, None, False)[len(node.args) - 4 :]]
@@ -169,12 +170,6 @@ def choose_kernels(graph: fx.Graph) -> None:
             one_each = all(each.meta["val"].numel() == 1 for each in (scale, other))
             if one_each and kinds == {torch.float8_e4m3fn}:
                 _exchange(graph, node, products.OPERATION8, left, right, scale, other, kind, fast)
-
-
-def _is_whole(plus: fx.Node, node: fx.Node) -> bool:
-    """Whether what is added is as large as the sum, all of bf16."""
-    value, wanted = plus.meta["val"], node.meta["val"]
-    return value.shape == wanted.shape and value.dtype == wanted.dtype == torch.bfloat16
 
 
 def _exchange(graph: fx.Graph, node: fx.Node, target: Any, *arguments: Any) -> None:

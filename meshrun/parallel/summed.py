@@ -9,13 +9,12 @@ into forward and backward pass yet, so that it is the sum that is kept between t
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from meshrun.parallel.ample import FACTORS, VIEWS, seen_through
+from meshrun.parallel.nodes import FACTORS, VIEWS, called, multiplications, seen_through
 
 LARGE = 20_000_000_000
 """Multiplications of a product from which on it is worth a call of our own: some 60 microseconds of a large GPU."""
@@ -29,7 +28,7 @@ def add_in_products(graph: fx.Graph) -> None:
             continue
         for one, other in (total.args, total.args[::-1]):
             chain = _only_for_this(one)
-            if chain and one is not other and _is_alike(one, total) and _is_at_hand(other, total):
+            if chain and one is not other and is_alike(one, total) and _is_at_hand(other, total):
                 _replace(graph, total, chain, other)
                 break
 
@@ -49,7 +48,7 @@ def _only_for_this(node: Any) -> list[fx.Node]:
     return []
 
 
-def _is_alike(node: Any, total: fx.Node) -> bool:
+def is_alike(node: Any, total: fx.Node) -> bool:
     """Whether it is of bf16, and as large as the sum and as whole in memory."""
     value, wanted = node.meta["val"], total.meta["val"]
     halves = value.dtype == wanted.dtype == torch.bfloat16
@@ -61,7 +60,7 @@ def _is_at_hand(node: Any, total: fx.Node) -> bool:
     if not isinstance(node, fx.Node) or not isinstance(node.meta["val"], Tensor):
         return False
     whole = seen_through(node)
-    return _is_alike(node, total) and (whole.op == "placeholder" or whole.target in FACTORS)
+    return is_alike(node, total) and (whole.op == "placeholder" or whole.target in FACTORS)
 
 
 def _replace(graph: fx.Graph, total: fx.Node, chain: list[fx.Node], other: fx.Node) -> None:
@@ -77,17 +76,3 @@ def _replace(graph: fx.Graph, total: fx.Node, chain: list[fx.Node], other: fx.No
     total.replace_all_uses_with(result)
     for each in (total, *chain):
         graph.erase_node(each)
-
-
-def multiplications(left: Any, right: Any) -> int:
-    """Of the product of two matrices; 0 where sizes vary."""
-    sizes = (*left.meta["val"].shape, right.meta["val"].shape[1])
-    return math.prod(sizes) if all(isinstance(each, int) for each in sizes) else 0
-
-
-def called(graph: fx.Graph, target: Any, *arguments: Any, **named: Any) -> fx.Node:
-    """An operation that is new in a graph, with what torch must know of its result."""
-    made = graph.call_function(target, arguments, named)
-    value = lambda each: each.meta["val"]  # noqa: E731
-    made.meta["val"] = target(*fx.map_arg(arguments, value), **named)
-    return made

@@ -202,7 +202,7 @@ class Trainer:
         mark = time.perf_counter()
         while (data := self._next(coming)) is not None:
             update = self._one(data)
-            products.time_them(False)
+            products.time_them(False)  # only a first step may take as long as that
             now = time.perf_counter()
             update.seconds, mark = now - mark, now
             self.step = data.step + 1

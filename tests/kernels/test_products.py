@@ -83,9 +83,7 @@ def halves(rows: int, columns: int, by_columns: bool = False, device: str = "cpu
 
 
 def eighths(rows: int, columns: int, by_columns: bool, device: str = "cpu") -> Tensor:
-    sizes = (columns, rows) if by_columns else (rows, columns)
-    made = torch.randn(sizes, generator=torch.Generator().manual_seed(rows + columns)).to(FLOAT8).to(device)
-    return made.t() if by_columns else made
+    return halves(rows, columns, by_columns, device).to(FLOAT8)
 
 
 def product(left: Tensor, right: Tensor, plus: Tensor | None = None, kind: torch.dtype = torch.bfloat16) -> Product:
