@@ -26,7 +26,7 @@ from meshrun.state.memory import forget, mark
 _HEAD = struct.Struct("<32sQ")
 """The word that only ranks of this run know, and the length of the index that follows."""
 _CHUNK = 4 << 20
-_PATIENCE, _FIRST_WORD = 60.0, 5.0
+_PATIENCE = 60.0
 _ARRIVED = b"!"
 
 
@@ -68,14 +68,14 @@ class Neighbour:
                 connection.sendall(_HEAD.pack(self._word, len(named)) + named)
                 connection.sendfile(image, 0, index.file.bytes)
                 connection.shutdown(socket.SHUT_WR)
-                arrived = connection.recv(1) == _ARRIVED
-        except OSError:
-            arrived = False
-        if not arrived and not self._told:
+                why = None if connection.recv(1) == _ARRIVED else "the rank there did not keep it"
+        except OSError as error:
+            why = str(error)
+        if why is not None and not self._told:
             # That a neighbour is gone the training sees by itself; for any other reason the next copy is tried again.
             self._told = True
             self.notes.append(
-                f"rank {self.here.rank} could not leave a copy of its state on the next node, at {self._to[0]}"
+                f"rank {self.here.rank} could not leave a copy of its state on the next node, at {self._to[0]}: {why}"
             )
 
     def _listen(self, listener: socket.socket) -> None:
@@ -87,10 +87,9 @@ class Neighbour:
 
     def _hear(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, Unfit, ValueError):
-            connection.settimeout(_FIRST_WORD)
+            connection.settimeout(_PATIENCE)
             word, length = _HEAD.unpack(_read(connection, _HEAD.size))
             if hmac.compare_digest(word, self._word) and length <= MOST_BYTES:
-                connection.settimeout(_PATIENCE)
                 self._keep(connection, length)
 
     def _keep(self, connection: socket.socket, length: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,23 @@ def test_a_lost_node_that_held_parts_alone_is_made_up_for_by_its_neighbours_copy
     found = next_one.resume()
     assert found is not None and found["source"] == "memory" and found["step"] == 4
     assert_equal(result_of(next_one), wanted)
+
+
+@pytest.mark.ranks(2)
+def test_a_copy_that_nobody_takes_is_told_with_the_reason(tmp_path: Path):
+    here = on_nodes(started("fsdp=2"), 2)
+    trainer = trainer_in(tmp_path, here, llama(), 0)
+    assert trainer.keeper is not None and trainer.keeper._neighbour is not None
+    neighbour = trainer.keeper._neighbour
+    with socket.create_server((here.address, 0)) as gone:
+        neighbour._to = gone.getsockname()[:2]
+    trainer.keeper._spare_at = 1
+    steps = trainer.steps()
+    next(steps)
+    next(steps)  # before it the copy is sent
+    neighbour.wait()
+    (told,) = neighbour.notes
+    assert "could not leave a copy of its state" in told and "Connection refused" in told
 
 
 def lose_one_of_three(folder: Path) -> None:
