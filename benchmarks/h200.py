@@ -339,6 +339,8 @@ def show(part: str, rows: list[dict[str, Any]], found: dict[str, float | None], 
         "peak_gib": "{:.1f}",
         "first_step_s": "{:.1f}",
         "seconds": "{:.3f}",
+        "train_loss": "{:.4f}",
+        "accuracy": "{:.3f}",
         "meshrun_is_times": "{:.2f}",
     }
     used = [name for name in columns if any(isinstance(row.get(name), int | float) for row in rows)]
