@@ -12,10 +12,13 @@ import functools
 import os
 
 import pytest
+from hypothesis import settings
 
 from tests import ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are as many workers and ranks as cores, or more
+settings.register_profile("suite", deadline=None)  # how long an example takes is up to what else the machine does
+settings.load_profile("suite")
 TIMEOUT_S = 60.0
 LONG = (
     "tests/cluster/test_deadline.py",

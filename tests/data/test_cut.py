@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from meshrun.data.order import Cut
 
-LOTS = settings(max_examples=150, deadline=None)
+LOTS = settings(max_examples=150)
 
 
 def cuts(in_step: bool):

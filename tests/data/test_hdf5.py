@@ -72,7 +72,7 @@ def test_rows_are_those_that_h5py_gives(path: Path, kind: str, monkeypatch: pyte
     assert len(data) == COUNT and data.classes[6] == "c6" and data.chunk > 100
     assert (data._rows._slots is None) == (kind in FROM_THE_FILE)
 
-    @settings(max_examples=15, deadline=None)
+    @settings(max_examples=15)
     @given(st.lists(st.integers(0, COUNT - 1), min_size=1, max_size=60))
     def same(ids: list[int]) -> None:
         images, labels = data.batch_of(ids)

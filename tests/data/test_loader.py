@@ -124,7 +124,7 @@ def test_a_replica_without_samples_gets_a_step_without_batches(workers: int):
 
 
 @given(length=st.integers(1, 120), of=st.integers(1, 9), size=st.integers(1, 40))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_evaluation_reads_every_sample_once_in_order_on_any_number_of_parts(length: int, of: int, size: int):
     read = []
     for part in range(of):
@@ -136,7 +136,7 @@ def test_evaluation_reads_every_sample_once_in_order_on_any_number_of_parts(leng
 
 
 @given(length=st.integers(1, 60), of=st.integers(1, 9), size=st.integers(1, 20), equal=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_evaluation_in_step_counts_every_sample_once_in_as_many_batches_on_every_part(
     length: int, of: int, size: int, equal: bool
 ):

@@ -35,7 +35,6 @@ def permutation(length: int, seed: int, epoch: int = 0) -> Ids:
 
 
 @given(length=LENGTHS, seed=SEEDS, epoch=st.integers(0, 2**32 - 1))
-@settings(deadline=None)
 @example(length=1, seed=0, epoch=0)
 @example(length=2, seed=0, epoch=0)
 def test_an_epoch_is_a_bijection_for_every_length(length: int, seed: int, epoch: int):
@@ -43,7 +42,7 @@ def test_an_epoch_is_a_bijection_for_every_length(length: int, seed: int, epoch:
 
 
 @given(data=st.data(), length=st.integers(1, 3000), seed=st.integers(0, 100), epoch=st.integers(0, 50))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_every_epoch_visits_every_sample_once_whatever_the_batch(data: st.DataObject, length, seed, epoch):
     batch = data.draw(st.integers(max(1, length // 40), length))
     order = Order(length, batch, seed)
@@ -53,7 +52,6 @@ def test_every_epoch_visits_every_sample_once_whatever_the_batch(data: st.DataOb
 
 
 @given(length=st.integers(1, 5000), batch=st.integers(1, 300), step=st.integers(0, 10**9))
-@settings(deadline=None)
 def test_only_the_last_batch_of_an_epoch_is_short(length: int, batch: int, step: int):
     order = Order(length, batch)
     last = (step + 1) % order.steps_per_epoch == 0
@@ -204,7 +202,6 @@ def test_any_step_of_a_billion_samples_costs_next_to_nothing(length: int, batch:
 
 
 @given(length=st.integers(0, 300), of=st.integers(1, 80))
-@settings(deadline=None)
 def test_slices_are_a_partition_in_order_with_sizes_that_differ_by_one_at_most(length: int, of: int):
     ids = np.arange(length) * 3
     parts = [slice_of(ids, part, of) for part in range(of)]
@@ -215,7 +212,6 @@ def test_slices_are_a_partition_in_order_with_sizes_that_differ_by_one_at_most(l
 
 
 @given(length=st.integers(0, 300), most=st.none() | st.integers(1, 320))
-@settings(deadline=None)
 def test_micro_batches_are_a_partition_into_the_fewest_even_pieces(length: int, most: int | None):
     ids = np.arange(length)
     pieces = micro_batches(ids, most)

@@ -84,7 +84,7 @@ def test_where_rows_must_be_as_many_others_fill_up_and_do_not_count(kind: type[H
     equal=st.booleans(),
     at=st.integers(0, 11),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 def test_every_good_sample_counts_once_and_every_bad_one_is_told_once(length, bad, rows, equal, at):
     ids = [(at + each) % length for each in range(min(rows, length))]
     samples = Samples(Holes(length, bad), skip_bad=True)

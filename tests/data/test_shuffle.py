@@ -60,7 +60,7 @@ KINDS = st.sampled_from(["window", "window:20", "window:40", "window:1000", "len
     epoch=st.integers(0, 2**31),
     kind=KINDS,
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_every_epoch_has_every_sample_once_and_only_its_last_batch_is_short(length, batches, chunk, seed, epoch, kind):
     order = Order.of(Texts(length, chunk), -(-length // batches), seed, kind)
     batches = epoch_of(order, epoch)
@@ -170,7 +170,7 @@ def test_a_dataset_without_lengths_cannot_be_ordered_by_them():
 
 
 @given(length=st.integers(1, 3000), seed=st.integers(0, 100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_permutation_can_be_undone(length: int, seed: int):
     numbers, keys = np.arange(length, dtype=np.uint64), round_keys(seed, 0)
     assert np.array_equal(unpermute(permute(numbers, length, keys).astype(np.uint64), length, keys), numbers)

@@ -130,7 +130,7 @@ ROW = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("write", [*WITH_LISTS, comma], ids=lambda write: write.__name__)
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(ROW, min_size=1, max_size=25), data=st.data())
 def test_rows_are_those_that_were_written(
     write: Callable[[list[Row], Path], Path],
@@ -224,7 +224,7 @@ def test_blank_lines_and_a_mark_in_front_are_no_rows(tmp_path: Path):
     assert len(Table(tmp_path / "t.jsonl")) == 3
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from([b"x", b"  y", b"", b" ", b"\r", b" " * 70, b" " * 70 + b"z"]), max_size=30))
 def test_starts_of_lines_do_not_depend_on_the_pieces_that_are_looked_through(found: list[bytes]):
     data = np.frombuffer(b"\n".join(found), np.uint8)

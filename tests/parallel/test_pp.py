@@ -50,7 +50,7 @@ def total(outputs: Any, _: Any) -> Loss:
 
 
 @given(costs=st.lists(st.integers(1, 50), min_size=1, max_size=8), stages=st.integers(1, 5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_no_other_cut_has_a_cheaper_dearest_stage(costs: list[int], stages: int):
     def dearest(cuts: tuple[int, ...]) -> float:
         return max(sum(costs[a:b]) for a, b in itertools.pairwise([*cuts, len(costs)]))

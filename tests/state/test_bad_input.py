@@ -291,7 +291,7 @@ ODD = st.sampled_from(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_whatever_is_changed_the_answer_is_a_refusal_or_a_checkpoint(data):
     entry = manifest.Entry("w", torch.float32, (4, 6), manifest.Box((0, 0), (4, 6)), 64)

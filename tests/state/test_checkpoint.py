@@ -80,7 +80,7 @@ def cuts(draw):
     return shape, edges, start, size
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(cut=cuts(), chunk=st.sampled_from([8, 24, 1 << 20]), kind=st.sampled_from([torch.float32, torch.float64]))
 def test_any_rectangle_is_read_from_any_pieces(tmp_path_factory, cut, chunk, kind):
     shape, edges, start, size = cut
