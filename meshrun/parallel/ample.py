@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
+from meshrun.parallel import nodes
 from meshrun.parallel.nodes import FACTORS, VIEWS, seen_through
 
 _aten = torch.ops.aten
@@ -42,7 +43,7 @@ class Kept(CustomGraphPass):
 
     def uuid(self) -> bytes:
         """What sets code that is kept from earlier runs apart from code made otherwise."""
-        return get_hash_for_files((__file__,))
+        return get_hash_for_files((__file__, nodes.__file__))
 
 
 def _of_backward(graph: fx.Graph) -> set[fx.Node]:
