@@ -19,9 +19,21 @@ if TYPE_CHECKING:
     from meshrun.errors import BadSample, RunFailed, UserError
     from meshrun.experiment import Experiment, Loss, Schedule
     from meshrun.mesh import Here, finish, start
+    from meshrun.train.by_sample import randn_like
     from meshrun.train.loop import Trainer
     from meshrun.train.losses import accuracy, cross_entropy, mean_squared_error, perplexity, token_cross_entropy
-    from meshrun.train.own import mean_over_ranks, print0, replicate, save0, shard
+    from meshrun.train.own import (
+        barrier,
+        broadcast,
+        gather,
+        gather_rows,
+        mean_over_ranks,
+        print0,
+        replicate,
+        save0,
+        shard,
+        unwrap,
+    )
     from meshrun.train.totals import Update
 
 __version__ = "0.1.0"
@@ -40,7 +52,11 @@ _HOMES = {
     "meshrun.train.loop": ("Trainer",),
     "meshrun.train.totals": ("Update",),
     "meshrun.train.losses": ("accuracy", "cross_entropy", "mean_squared_error", "perplexity", "token_cross_entropy"),
-    "meshrun.train.own": ("mean_over_ranks", "print0", "replicate", "save0", "shard"),
+    "meshrun.train.by_sample": ("randn_like",),
+    "meshrun.train.own": (
+        *("barrier", "broadcast", "gather", "gather_rows", "mean_over_ranks", "print0", "replicate", "save0", "shard"),
+        "unwrap",
+    ),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -61,13 +77,18 @@ __all__ = [
     "UserError",
     "__version__",
     "accuracy",
+    "barrier",
+    "broadcast",
     "cross_entropy",
     "finish",
+    "gather",
+    "gather_rows",
     "mean_over_ranks",
     "mean_squared_error",
     "padded",
     "perplexity",
     "print0",
+    "randn_like",
     "random_crop",
     "random_flip",
     "replicate",
@@ -76,6 +97,7 @@ __all__ = [
     "staged",
     "start",
     "token_cross_entropy",
+    "unwrap",
 ]
 
 

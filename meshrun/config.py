@@ -12,26 +12,68 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
-import json
 import math
 import os
 import re
+import secrets
+import shutil
 import stat
 import tempfile
+import time
 import tomllib
+import typing
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from meshrun.errors import UserError
+from meshrun import strict_json
+from meshrun.errors import SharedError, UserError
+from meshrun.strict_json import of_type
 
 FORMAT = 1
 RUNS = Path("runs")
 DATA = Path("data")
 RECOMPUTE = r"auto|none|full|selective|every-[1-9]\d{0,3}"
 """What `--recompute` may say; known here, so that no rank has to be started to refuse another word."""
+ON_A_NODE = 4096
+"""Processes or threads beyond which a number is a slip of the pen."""
+COUNTABLE = 10**12
+RANGES = {
+    **dict.fromkeys(("procs", "threads"), (1, ON_A_NODE)),
+    **dict.fromkeys(("eval_every", "eval_first", "prefetch", "keep"), (1, COUNTABLE)),
+    "workers": (0, ON_A_NODE),
+    "restarts": (0, COUNTABLE),
+}
+"""The least and the most that options of whole numbers may be."""
+A_YEAR = 365 * 24 * 3600
 UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
-MEMORY = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
+SECRET = re.compile(
+    r"(?:.*[-_.])?(?:token|secret|password|passwd|passphrase|credentials?|(?:api|access|private|secret)[-_]?key)", re.I
+)
+"""Names of options whose values are nobody else's business."""
+HIDDEN = "(hidden)"
+RESERVE = 1 << 20
+"""Bytes that a run keeps free for itself in memory, for what its ranks write there when they are started anew."""
+
+
+def free_bytes(folder: Path) -> int:
+    """Room on the file system of a folder; 0 where that cannot be told."""
+    try:
+        about = os.statvfs(folder)
+    except OSError:
+        return 0
+    return about.f_bavail * about.f_frsize
+
+
+def _memory() -> Path:
+    """/dev/shm, unless it is full: then temporary files, which take what is small as well."""
+    shared = Path("/dev/shm")
+    usable = os.access(shared, os.W_OK) and free_bytes(shared) >= 2 * RESERVE
+    return shared if usable else Path(tempfile.gettempdir())
+
+
+MEMORY = _memory()
 
 
 def option(default: Any, help: str) -> Any:
@@ -48,8 +90,10 @@ class RunConfig:
     """The parameters of the experiment function that were given."""
     arguments: tuple[str, ...] = ()
     """What a plain script gets as its own arguments."""
+    command: tuple[str, ...] = field(default=(), compare=False)
+    """The words that were typed to start it."""
 
-    procs: int | None = option(None, "Local processes; every local GPU, or one process, when absent.")
+    procs: int | None = option(None, "Number of local processes (default: one per GPU, else 1).")
     layout: str = option("dp=*", "The mesh: axis=degree[:variant],…; * is what is left.")
     steps: int | None = option(None, "Updates in all; wins over --epochs.")
     epochs: float | None = option(None, "Passes over the training set.")
@@ -89,11 +133,13 @@ class RunConfig:
     spare: bool = option(True, "Keep a copy of the state in the nodes' memory, so that a lost rank costs no step.")
     restarts: int = option(3, "Times in a row, without a finished step between, that lost ranks are replaced.")
     on_hang: Literal["restart", "end", "report"] = option("restart", "What to do with a run that hangs.")
-    hang_after: float | None = option(None, "Seconds without progress that are a hang; by the pace when absent.")
-    on_nan: Literal["stop", "skip", "rollback"] = option(
-        "stop", "A loss that is no number: stop, skip its batch, or go back to a checkpoint and skip from there."
+    hang_after: float | None = option(
+        None, "Seconds without progress that are a hang (default: by the pace of the steps)."
     )
-    on_spike: Literal["ignore", "stop", "skip", "rollback"] = option("ignore", "The same for a loss that jumps.")
+    on_nan: Literal["stop", "skip", "rollback"] = option(
+        "stop", "What to do when the loss is NaN: stop, skip its batch, or go back to a checkpoint and skip from there."
+    )
+    on_spike: Literal["ignore", "stop", "skip", "rollback"] = option("ignore", "What to do when the loss jumps.")
     spike: float = option(20.0, "A jump: so many times the usual spread of the last losses above their median.")
     record_ids: bool = option(False, "Write the ids of each rank's samples into its events.")
     nodes: str = option("1", "Nodes that each start this command: N, or least:most for a run that grows and shrinks.")
@@ -111,17 +157,21 @@ class RunConfig:
     tensorboard: bool = option(True, "Write TensorBoard scalars where tensorboard is installed.")
 
     def __post_init__(self) -> None:
-        leasts = {"procs": 1, "eval_every": 1, "eval_first": 1, "workers": 0, "prefetch": 1, "threads": 1, "keep": 1}
-        leasts["restarts"] = 0
-        for name, least in leasts.items():
+        for name, (least, most) in RANGES.items():
             value = getattr(self, name)
+            flag = f"(--{name.replace('_', '-')})"
             if value is not None and value < least:
-                raise UserError(f"{name} is {value}; it must be at least {least} (--{name.replace('_', '-')})")
+                raise UserError(f"{name} is {value}; it must be at least {least} {flag}")
+            if value is not None and value > most:
+                raise UserError(f"{name} is {value:,}; it must be at most {most:,} {flag}")
         units = {"timeout": "seconds", "hang_after": "seconds", "mtbf": "hours", "spike": "times the usual spread"}
         for name, unit in units.items():
             value = getattr(self, name)
+            flag = f"(--{name.replace('_', '-')})"
             if value is not None and not value > 0:
-                raise UserError(f"{name} is {value}; it must be above 0 {unit} (--{name.replace('_', '-')})")
+                raise UserError(f"{name} is {value}; it must be above 0 {unit} {flag}")
+            if value is not None and unit == "seconds" and value > A_YEAR:
+                raise UserError(f"{name} is {value:g}; it must be at most {A_YEAR:,} seconds, a year {flag}")
         if self.port is not None and not 0 < self.port < 65536:
             raise UserError(f"port is {self.port}; it must be between 1 and 65535 (--port)")
         if self.deadline not in ("auto", "none") and seconds_in(self.deadline) is None:
@@ -150,14 +200,33 @@ class RunConfig:
     def to_json(self) -> dict[str, Any]:
         values = {name.name: getattr(self, name.name) for name in dataclasses.fields(self)}
         clip = "inf" if self.clip == math.inf else self.clip  # JSON has no such number
-        words = {"runs": str(self.runs), "data": str(self.data), "arguments": list(self.arguments)}
-        return {**values, "clip": clip, **words}
+        words = {name: list(getattr(self, name)) for name in ("arguments", "command")}
+        return {**values, "clip": clip, "runs": str(self.runs), "data": str(self.data), **words}
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> RunConfig:
-        data = Path(values.get("data", DATA))  # absent in what was written before there was such a folder
+        """The configuration that a document holds; a UserError names the first value that cannot be one."""
         values = {**values, "clip": math.inf} if values.get("clip") == "inf" else values
-        return cls(**{**values, "runs": Path(values["runs"]), "data": data, "arguments": tuple(values["arguments"])})
+        hints = typing.get_type_hints(cls)
+        if unknown := values.keys() - hints.keys():
+            raise UserError(f"its config has {sorted(unknown)[0]!r}, which this version of meshrun does not know")
+        try:
+            return cls(**{name: of_type(hints[name], each, name) for name, each in {"target": None, **values}.items()})
+        except ValueError as error:
+            raise UserError(f"its config has {error}") from None
+
+
+def whole_number(text: str) -> int | None:
+    """The number that a text of ASCII digits says; None for what is none."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 19 else None
+
+
+def read_toml(text: str) -> dict[str, Any]:
+    """What a TOML document says; a ValueError where it is none."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
 
 
 def seconds_in(text: str) -> float | None:
@@ -165,7 +234,33 @@ def seconds_in(text: str) -> float | None:
     words = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]+)", text.strip().lower())
     if words is None or words[2] not in UNITS or not float(words[1]):
         return None
-    return float(words[1]) * UNITS[words[2]]
+    seconds = float(words[1]) * UNITS[words[2]]
+    return seconds if seconds <= 100 * A_YEAR else None
+
+
+def is_secret(name: str) -> bool:
+    """Whether the name of an option says that its value is a secret."""
+    return SECRET.fullmatch(name.lstrip("-")) is not None
+
+
+def without_secrets(words: Iterable[str]) -> tuple[str, ...]:
+    """The words of a command line for others to read: values of options that are secrets are hidden."""
+    shown: list[str] = []
+    for word in words:
+        flag, equals, _ = word.partition("=")
+        if shown and shown[-1].startswith("--") and is_secret(shown[-1]) and not word.startswith("--"):
+            shown.append(HIDDEN)
+        elif equals and flag.startswith("--") and is_secret(flag):
+            shown.append(f"{flag}={HIDDEN}")
+        else:
+            shown.append(word)
+    return tuple(shown)
+
+
+def _mode_of(config: RunConfig) -> int:
+    """Who may read config.json: its owner alone, where it holds a secret; else whom the umask lets."""
+    secret = any(map(is_secret, config.options)) or without_secrets(config.arguments) != config.arguments
+    return 0o600 if secret else 0o666
 
 
 def option_fields() -> list[dataclasses.Field[Any]]:
@@ -176,9 +271,9 @@ def option_fields() -> list[dataclasses.Field[Any]]:
 def read_file(path: Path) -> dict[str, Any]:
     """The options in a TOML or JSON file: the same names as on the command line, dashes or underscores."""
     try:
-        text = path.read_text()
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        text = path.read_text(encoding="utf-8")
+        values = strict_json.loads(text) if path.suffix == ".json" else read_toml(text)
+    except ValueError as error:
         raise UserError(
             f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error} (--config)"
         ) from None
@@ -202,20 +297,25 @@ class RunDirectory:
         try:
             runs.mkdir(parents=True, exist_ok=True)
             taken = [each.name.removeprefix(f"{name}-") for each in runs.glob(f"{name}-*")]
-            number = max((int(text) for text in taken if text.isdigit()), default=0)
+            number = max((each for text in taken if (each := whole_number(text)) is not None), default=0)
             while True:
                 number += 1
                 try:
-                    (runs / f"{name}-{number}").mkdir()
+                    # Users outside of the owner's group have no business in a run; the umask decides on the group.
+                    (runs / f"{name}-{number}").mkdir(mode=0o770)
                     break
                 except FileExistsError:
                     continue
             run = cls(runs / f"{name}-{number}")
-            for folder in (run.events, run.logs, run.weights):
-                folder.mkdir()
         except OSError as error:
             raise UserError(f"cannot make a run directory in {runs}: {error.strerror} (--runs)") from None
-        run.save_config(config, {})
+        try:
+            for folder in (run.events, run.logs, run.weights):
+                folder.mkdir()
+            run.save_config(config, {})
+        except OSError as error:
+            shutil.rmtree(run.path, ignore_errors=True)
+            raise UserError(f"cannot make a run directory in {runs}: {error.strerror} (--runs)") from None
         return run
 
     def save_config(self, config: RunConfig, resolved: dict[str, Any]) -> None:
@@ -223,22 +323,66 @@ class RunDirectory:
         document = {"format": FORMAT, "config": config.to_json(), "resolved": resolved}
         if history := self.document().get("history"):
             document["history"] = history
-        write_json(self.path / "config.json", document)
+        write_json(self.path / "config.json", document, _mode_of(config))
 
-    def renew_config(self, config: RunConfig) -> None:
-        """Go on with another configuration; what was there before is kept under `history`, oldest first."""
+    @contextlib.contextmanager
+    def renewed(self, config: RunConfig, read: dict[str, Any]) -> Iterator[None]:
+        """Go on with another configuration, for the holder of the run's lock; the old ones stay under `history`.
+
+        `read` is the config.json that the configuration was made from: where another process has started the run since
+        then, this one is refused. A UserError inside of the `with` brings the old config.json back.
+        """
         before = self.document()
-        history = [*before.pop("history", []), before]
-        write_json(self.path / "config.json", {"format": FORMAT, "config": config.to_json(), "history": history})
+        if any(before.get(name) != read.get(name) for name in ("config", "history")):
+            raise SharedError(f"{self.path} was started by another process in the meantime; give the command again")
+        latest = {name: value for name, value in before.items() if name != "history"}
+        history = [*before.get("history", []), latest]
+        document = {"format": FORMAT, "config": config.to_json(), "history": history}
+        write_json(self.path / "config.json", document, _mode_of(config))
+        try:
+            yield
+        except UserError:
+            with contextlib.suppress(OSError):
+                write_json(self.path / "config.json", before, _mode_of(config))
+            raise
 
     def document(self) -> dict[str, Any]:
-        """All of config.json; nothing while there is none."""
+        """All of config.json; nothing while there is none. A UserError says what is wrong with one that is damaged."""
         path = self.path / "config.json"
-        found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        try:
+            found = strict_json.read(path)
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
+        format, config = found.get("format"), found.get("config")
+        if isinstance(format, int) and format > FORMAT:
+            raise UserError(
+                f"{path} is of format {format}, but this meshrun knows formats up to {FORMAT}; "
+                f"use the version of meshrun that wrote it, or a newer one"
+            )
+        tables = isinstance(config, dict) and isinstance(found.get("resolved", {}), dict)
+        if not isinstance(format, int) or not tables or not _are_documents(found.get("history", [])):
+            raise UserError(f"{path} is not the config.json of a run")
         return found
 
     def config(self) -> RunConfig:
-        return RunConfig.from_json(self.document()["config"])
+        """What the run was asked for; a UserError where no config.json says it."""
+        document = self.document()
+        if not document:
+            raise UserError(f"{str(self.path)!r} is no run: it has no config.json")
+        try:
+            return RunConfig.from_json(document["config"])
+        except UserError as error:
+            raise UserError(f"{self.path / 'config.json'} cannot be used: {error}") from None
+
+    def result(self) -> dict[str, Any] | None:
+        """What result.json holds, of a run that has reached its end; None without one that can be read."""
+        try:
+            found = strict_json.read(self.path / "result.json")
+        except (OSError, ValueError):
+            return None
+        return found if _is_step(found.get("steps")) else None
 
     @property
     def events(self) -> Path:
@@ -256,10 +400,18 @@ class RunDirectory:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
+    def saved_step(self) -> int | None:
+        """The step of the newest checkpoint, whose folder gets its name only once it is whole; None without one."""
+        found = [re.fullmatch(r"step-(\d{8,})(\.\d+)?", path.name) for path in self.checkpoints.glob("step-*")]
+        return max((int(match[1]) for match in found if match), default=None)
+
     def what_is_left(self) -> str:
-        """For a sentence on a run that was stopped: where it lies, and how it goes on if its state was written."""
-        goes_on = f": meshrun resume {self.path} goes on" if any(self.checkpoints.glob("step-*/manifest.json")) else ""
-        return f"what was reached is in {self.path}{goes_on}"
+        """For a sentence on a run that was stopped: which state was saved, and how to continue from it."""
+        saved = sorted(file.parent.name for file in self.checkpoints.glob("step-*/manifest.json"))
+        if not saved:
+            return f"no state was saved; {self.path} has its logs"
+        step = int(saved[-1].removeprefix("step-"))
+        return f"state saved at step {step:,}; continue with: meshrun resume {self.path}"
 
     @property
     def stop_file(self) -> Path:
@@ -283,10 +435,11 @@ class RunDirectory:
     def stopped(self) -> dict[str, Any] | None:
         """What `stopped_file` holds: step, why, time, of (how many steps), saved, and the result that was reached."""
         try:
-            found: dict[str, Any] = json.loads(self.stopped_file.read_text())
+            found = strict_json.read(self.stopped_file)
         except (OSError, ValueError):
             return None
-        return found
+        whole = _is_step(found.get("step")) and _is_step(found.get("of")) and isinstance(found.get("why"), str)
+        return found if whole and isinstance(found.get("result", {}), dict) else None
 
     def memory_of(self, node: int | str) -> Path:
         """A folder in a node's own memory for this run: what survives a lost process, and not the node."""
@@ -295,8 +448,8 @@ class RunDirectory:
     @property
     def memories(self) -> Path:
         """Where all folders for this run in this machine's memory are."""
-        who = hashlib.sha256(str(self.path.resolve()).encode()).hexdigest()[:16]
-        return MEMORY / f"meshrun-{os.getuid()}" / who
+        who = hashlib.sha256(os.fsencode(self.path.resolve())).hexdigest()[:16]
+        return memory_of_user() / who
 
     def events_of(self, rank: int) -> Path:
         return self.events / f"rank-{rank:05d}.jsonl"
@@ -305,16 +458,31 @@ class RunDirectory:
         return self.logs / f"rank-{rank:05d}.log"
 
 
-def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a document, whole or not at all."""
-    write_whole(path, json.dumps(document, indent=2) + "\n")
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees the old one or the new one, never half of it."""
+def _are_documents(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(each, dict) for each in values)
+
+
+def write_json(path: Path, document: dict[str, Any], mode: int = 0o666) -> None:
+    """Write a document, whole or not at all; the umask takes from `mode`."""
+    write_whole(path, strict_json.dumps(document, indent=2) + "\n", mode)
+
+
+def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
+    """Write a file so that a reader sees the old one or the new one, never half of it; the umask takes from `mode`."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text, encoding="utf-8")
+        with open(
+            beside,
+            "w",
+            encoding="utf-8",
+            errors="surrogateescape",
+            opener=lambda name, flags: os.open(name, flags, mode),
+        ) as file:
+            file.write(text)
         beside.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -322,9 +490,47 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
+def memory_of_user() -> Path:
+    """The folder of this user in this machine's memory, which may still have to be made.
+
+    Its usual name can be guessed, and another user may have taken it. Then it has a name that nobody guesses, under
+    which later processes of this user find it; the oldest one counts where two processes have made one each.
+    """
+    usual = MEMORY / f"meshrun-{os.getuid()}"
+    own = filter(_is_private, (usual, *sorted(MEMORY.glob(f"{usual.name}.*"))))
+    new = usual.with_name(f"{usual.name}.{time.time_ns():020d}-{secrets.token_hex(16)}")
+    return next(own, new if os.path.lexists(usual) else usual)
+
+
+def reserve_room(folder: Path) -> None:
+    """Keep some room in a folder in memory, which `use_reserve` frees when others have filled the rest."""
+    with contextlib.suppress(OSError), (folder / "reserve").open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, RESERVE)
+
+
+def use_reserve(folder: Path) -> None:
+    """Free the room that was kept in a folder in memory, if there is little else."""
+    if free_bytes(folder) < RESERVE:
+        remove(folder / "reserve")
+
+
+def remove(path: Path) -> None:
+    """Delete a file if it is there and the disk allows it: a run does not end because its disk is read-only now."""
+    with contextlib.suppress(OSError):
+        path.unlink(missing_ok=True)
+
+
 def made_private(folder: Path) -> bool:
     """Make a folder for this user alone; False where it is not, since another one may have been there first."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
-    found = folder.lstat()  # a link would lead to what its maker has chosen
+    return _is_private(folder)
+
+
+def _is_private(folder: Path) -> bool:
+    """Whether a folder is there that only this user can write to."""
+    try:
+        found = folder.lstat()  # a link would lead to what its maker has chosen
+    except FileNotFoundError:
+        return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022

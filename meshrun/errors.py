@@ -20,6 +20,10 @@ _OF_MACHINE = frozenset(
 """What is wrong with a disk, with the way to a server, or with what a process may have."""
 
 
+LONGEST = 1000
+"""Characters of a sentence that are shown, from its beginning and from its end."""
+
+
 class UserError(Exception):
     """What the user gave cannot work: one sentence, exit status 2."""
 
@@ -50,6 +54,27 @@ class CutOff(RunFailed):
 
 class StoppedByHand(RunFailed):
     """The user has pressed CTRL-C, and a sentence says how it goes on: exit status 130."""
+
+
+def described(error: BaseException) -> str:
+    """The class and the message of an exception, also of one whose class cannot say its message."""
+    try:
+        message = str(error).strip()
+    except Exception as failure:  # the program's own class has a wrong __str__
+        message = f"its message cannot be read, since __str__ raises {type(failure).__name__}"
+    return f"{type(error).__name__}: {message or 'no message'}"
+
+
+def brief(text: str) -> str:
+    """A sentence of bounded length: what a user gave may be megabytes long, and sentences quote it."""
+    return text if len(text) <= 2 * LONGEST else f"{text[:LONGEST]} […] {text[-LONGEST:]}"
+
+
+def printable(text: str) -> str:
+    """A text that cannot do anything to a terminal but be read there: control characters are written out."""
+    return "".join(
+        each if each.isprintable() or each in "\n\t" else each.encode("unicode_escape").decode() for each in text
+    )
 
 
 def is_of_machine(error: BaseException | None) -> bool:

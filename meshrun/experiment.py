@@ -15,7 +15,9 @@ Nothing here knows about ranks, and nothing here imports torch: describing a tra
 
 from __future__ import annotations
 
+import inspect
 import math
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -29,6 +31,15 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 PRECISIONS = ("fp32", "tf32", "bf16", "float8")
+MOST = 10**15
+"""Samples or steps beyond which a number is a slip of the pen."""
+OPTIONAL_FUNCTIONS = {
+    "augment": ("inputs", "draws"),
+    "after": ("model", "folder"),
+    "collate": ("samples",),
+    "segments": ("model",),
+}
+"""Fields of an Experiment that may be functions, and the arguments that each is called with."""
 
 
 def in_halves(precision: str) -> bool:
@@ -160,6 +171,8 @@ class Experiment:
     What it prints is shown, and what it returns is in result.json."""
     segments: Callable[[nn.Module], Sequence[nn.Module]] | None = None
     """The modules that the model applies in order: where it may be cut and sharded."""
+    batch_dim: int | None = None
+    """0 or 1: the dimension of activations that is the batch, where meshrun asks for it because it cannot find out."""
     tensor_plan: Mapping[str, str] | None = None
     """How parameters are split over tensor-parallel ranks, by name."""
     stage_data: Callable[..., Any] | None = None
@@ -170,13 +183,14 @@ class Experiment:
     """
 
     def __post_init__(self) -> None:
+        _refuse_built_model(self.model)
         for name in ("model", "loss", "optimizer"):
             if not callable(getattr(self, name)):
                 raise UserError(f"Experiment({name}=…) is {_described(getattr(self, name))}; it must be a function")
-        if self.schedule is not None and not (isinstance(self.schedule, Schedule) or callable(self.schedule)):
-            raise UserError(
-                f"schedule is {_described(self.schedule)}; it must be a Schedule or a function of (step, steps)"
-            )
+        _check_parameters("model", self.model, ())
+        _check_parameters("loss", self.loss, ("outputs", "targets"))
+        _check_parameters("optimizer", self.optimizer, ("parameters",))
+        _check_schedule(self.schedule)
         for name in ("evals", "metrics"):
             if not isinstance(getattr(self, name), Mapping):
                 raise UserError(f"{name} is {_described(getattr(self, name))}; it must be a dict with a name for each")
@@ -189,22 +203,44 @@ class Experiment:
                 raise UserError(
                     f"metric {name!r} must be a function of (outputs, targets), not named loss, count or skipped"
                 )
+        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not -(1 << 63) <= self.seed < 1 << 63:
+            raise UserError(f"seed is {self.seed!r:.60}; it must be a whole number of at most 64 bits (--seed)")
+        if self.batch_dim not in (None, 0, 1):
+            raise UserError(f"batch_dim is {self.batch_dim!r}; it must be 0 or 1, or be left out")
+        if self.batch is None:
+            raise UserError("batch is None; it must be a whole number of at least 1 (--batch)")
         _check_number("batch", self.batch, 1)
-        if self.epochs is None and self.steps is None:
-            raise UserError("Experiment has neither epochs nor steps; give one of them, or --steps")
         _check_number("steps", self.steps, 1)
         _check_number("micro", self.micro, 1)
-        if self.epochs is not None and not (_is_number(self.epochs) and 0 < self.epochs < math.inf):
+        if self.epochs is not None and not (_is_number(self.epochs) and self.epochs > 0):
             raise UserError(f"epochs is {self.epochs!r}; it must be above 0 (--epochs)")
+        if self.epochs is not None and self.epochs > MOST / len(self.train):
+            raise UserError(f"epochs is {self.epochs!r}; together they must be at most {MOST:,} samples (--epochs)")
         if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
             raise UserError(f"clip is {self.clip!r}; it must be above 0, or inf for none (--clip)")
         if self.clip == math.inf:  # how the command line says that a recipe's clipping is not wanted
             object.__setattr__(self, "clip", None)
-        for name in ("augment", "after"):
-            if getattr(self, name) is not None and not callable(getattr(self, name)):
-                raise UserError(f"{name} is {_described(getattr(self, name))}; it must be a function")
+        for name, given in OPTIONAL_FUNCTIONS.items():
+            function = getattr(self, name)
+            if function is None:
+                continue
+            if not callable(function):
+                raise UserError(f"{name} is {_described(function)}; it must be a function")
+            _check_parameters(name, function, given)
+        if not isinstance(self.shuffle, str):
+            raise UserError(
+                f"shuffle is {_described(self.shuffle)}; it must be a text: full, window, length or none (--shuffle)"
+            )
         if self.precision not in PRECISIONS:
             raise UserError(f"precision is {self.precision!r}; it must be one of {', '.join(PRECISIONS)} (--precision)")
+
+    def refuse_impossible_length(self) -> None:
+        """Refuse a batch above the training set, and a training without a length.
+
+        Not when an Experiment is made: options of the command line may still change both.
+        """
+        if self.epochs is None and self.steps is None:
+            raise UserError("Experiment has neither epochs nor steps; give one of them, or --steps")
         if self.batch > len(self.train):
             raise UserError(
                 f"batch is {self.batch} but the training set has only {len(self.train)} samples; "
@@ -216,6 +252,43 @@ def _described(value: object) -> str:
     return f"{value!r} of type {type(value).__name__}" if isinstance(value, int | float | str) else type(value).__name__
 
 
+def _refuse_built_model(model: object) -> None:
+    torch = sys.modules.get("torch")  # a program without torch has no model yet either
+    if torch is not None and isinstance(model, torch.nn.Module):
+        name = type(model).__name__
+        raise UserError(
+            f"Experiment(model=…) is a {name} that is built already; it must be a function that builds it, such as "
+            f"model=lambda: {name}(…)"
+        )
+
+
+def _check_parameters(name: str, function: Callable[..., Any], given: tuple[str, ...]) -> None:
+    """Refuse a function, or a class, that cannot be called with as many arguments as it will be given."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some written in C say nothing of themselves
+        return
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        called, words = getattr(function, "__name__", type(function).__name__), ", ".join(given)
+        raise UserError(
+            f"Experiment({name}=…) is called as {called}({words}), but {called}{signature} takes other arguments "
+            f"({error}); wrap it, such as {name}={f'lambda {words}'.rstrip()}: {called}(…)"
+        ) from None
+
+
+def _check_schedule(schedule: object) -> None:
+    if schedule is None or isinstance(schedule, Schedule):
+        return
+    valid = 'it must be a Schedule, such as Schedule("cosine", warmup=100), or a function of (step, steps)'
+    if isinstance(schedule, type):
+        raise UserError(f"schedule is the class {schedule.__name__}; {valid}")
+    if not callable(schedule):
+        raise UserError(f"schedule is {_described(schedule)}; {valid}")
+    _check_parameters("schedule", schedule, ("step", "steps"))
+
+
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -223,6 +296,8 @@ def _is_number(value: object) -> bool:
 def _check_number(name: str, value: int | None, least: int) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
         raise UserError(f"{name} is {value!r}; it must be a whole number of at least {least} (--{name})")
+    if value is not None and value > MOST:
+        raise UserError(f"{name} is {value:,}; it must be at most {MOST:,} (--{name})")
 
 
 def _check_classes(train: object, name: str, data: object) -> None:
@@ -237,6 +312,8 @@ def _check_classes(train: object, name: str, data: object) -> None:
 
 
 def _check_dataset(name: str, data: object) -> None:
+    if isinstance(data, type):
+        raise UserError(f"{name} is the class {data.__name__}; it must be a dataset, such as {data.__name__}()")
     if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UserError(f"{name} is {_described(data)}; it must be a map-style dataset with len(data) and data[i]")
     if len(data) == 0:

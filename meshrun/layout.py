@@ -11,9 +11,10 @@ Everything here is arithmetic on numbers and text: a layout that cannot work is 
 from __future__ import annotations
 
 import difflib
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from meshrun.errors import UserError
@@ -29,6 +30,9 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 
 # What a suggestion keeps, most precious first; dp is not listed because it gives way to all of them.
 KEPT_FIRST = ("tp", "pp", "cp", "fsdp")
+
+CANDIDATES = 20_000
+"""Layouts that suggestions are chosen from, at most: all there are, but for numbers of very many divisors."""
 
 
 @dataclass(frozen=True)
@@ -253,31 +257,38 @@ def _parse_degree(number: str, axis: str, text: str) -> int | None:
 
 def _by_nearness(layout: Layout, world_size: int) -> list[Layout]:
     # An axis that nobody asked for may need something of the model (segments, heads); only dp never does.
-    axes = [axis for axis in AXES if axis in ("dp", layout.star) or layout.degree(axis) > 1]
-    divisors = [n for n in range(1, world_size + 1) if world_size % n == 0]
+    rest = layout.star or "dp"
+    others = [axis for axis in AXES if axis != rest and (axis == "dp" or layout.degree(axis) > 1)]
+    divisors, most = _divisors(world_size), int(CANDIDATES ** (1 / max(1, len(others))))
+    choices = [_near(layout.degree(axis), divisors, most) for axis in others]
     candidates = [
-        layout._filled(dict(zip(axes, degrees, strict=True)))
-        for degrees in _factorizations(world_size, len(axes), divisors)
+        layout._filled({**dict(zip(others, degrees, strict=True)), rest: world_size // math.prod(degrees)})
+        for degrees in itertools.product(*choices)
+        if world_size % math.prod(degrees) == 0
     ]
     return sorted(candidates, key=lambda candidate: _distance(layout, candidate))
 
 
-def _factorizations(number: int, count: int, divisors: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """All tuples of `count` factors whose product is `number`."""
-    if count == 1:
-        yield (number,)
-        return
-    for first in divisors:
-        if number % first == 0:
-            for rest in _factorizations(number // first, count - 1, divisors):
-                yield (first, *rest)
+def _divisors(number: int) -> list[int]:
+    low = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*low, *(number // n for n in low)})
+
+
+def _near(degree: int, divisors: list[int], most: int) -> list[int]:
+    """Those divisors that are closest to a degree, and 1, which every model can have."""
+    return sorted({1, *sorted(divisors, key=lambda each: _change(degree, each))[:most]})
+
+
+def _change(asked: int, degree: int) -> float:
+    """By which factor a degree changes, as a logarithm."""
+    return abs(math.log(degree / asked))
 
 
 def _distance(asked: Layout, candidate: Layout) -> tuple[float, ...]:
     """Sorts candidates: what was given up, then by which factor the degrees changed, then the simpler layout."""
     fixed = [axis for axis in AXES if axis != asked.star]
     given_up = (float(axis in fixed and candidate.degree(axis) != asked.degree(axis)) for axis in KEPT_FIRST)
-    change = sum(abs(math.log(candidate.degree(axis) / asked.degree(axis))) for axis in fixed)
+    change = sum(_change(asked.degree(axis), candidate.degree(axis)) for axis in fixed)
     # Rounded, because equal factors do not give equal sums of logarithms.
     return (*given_up, round(change, 9), *(candidate.degree(axis) for axis in KEPT_FIRST))
 

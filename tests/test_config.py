@@ -12,13 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from meshrun.config import RunConfig, RunDirectory, option_fields, read_file, write_json
-from meshrun.errors import UserError
+from meshrun import config as config_module
+from meshrun.config import RunConfig, RunDirectory, made_private, option_fields, read_file, write_json
+from meshrun.errors import SharedError, UserError
 
 FULL = RunConfig(
     target="/home/me/digits.py:small",
     options={"width": 256, "lr": 3e-4, "sizes": [1, 2], "mode": "slow", "bias": False},
     arguments=("--fast", "two words"),
+    command=("meshrun", "run", "two words"),
     procs=3,
     layout="dp=3",
     steps=7,
@@ -139,6 +141,15 @@ def test_run_directory_has_its_folders_and_the_next_number(tmp_path: Path):
     assert first.log_of(12).name == "rank-00012.log"
 
 
+def test_users_outside_of_the_group_cannot_enter_a_run_directory(tmp_path: Path):
+    before = os.umask(0o002)
+    try:
+        run = RunDirectory.create(RunConfig(target="digits", runs=tmp_path / "runs"))
+    finally:
+        os.umask(before)
+    assert run.path.stat().st_mode & 0o777 == 0o770
+
+
 def test_numbers_go_on_after_the_highest_and_do_not_mind_other_names(tmp_path: Path):
     for name in ("digits-7", "digits-x", "digits-small-90", "images-99"):
         (tmp_path / name).mkdir()
@@ -230,3 +241,161 @@ def test_reader_of_a_document_that_is_written_again_and_again_never_sees_half(tm
         assert len(set(values)) <= 1
     writer.join()
     assert os.listdir(tmp_path) == ["result.json"]  # noqa: PTH208
+
+
+NO_DOCUMENTS = {
+    "nothing": b"",
+    "zeros": b"\0" * 100,
+    "a list": b"[1]",
+    "a number": b"7",
+    "null": b"null",
+    "nested too deep": b"[" * 200_000,
+    "no UTF-8": b"\xff\xfe",
+    "a number of 5,000 digits": b'{"format":' + b"9" * 5000 + b"}",
+    "a format that is a text": b'{"format":"x","config":{}}',
+    "a format that is a list": b'{"format":[],"config":{}}',
+    "no config": b'{"format":1}',
+    "a config that is a list": b'{"format":1,"config":[]}',
+    "resolved that is a list": b'{"format":1,"config":{},"resolved":[]}',
+    "resolved that is null": b'{"format":1,"config":{},"resolved":null}',
+    "history that is a text": b'{"format":1,"config":{},"history":"x"}',
+    "history of numbers": b'{"format":1,"config":{},"history":[1]}',
+}
+
+
+@pytest.mark.parametrize("case", NO_DOCUMENTS)
+def test_a_config_json_that_is_none_is_refused_in_a_sentence_that_names_it(tmp_path: Path, case: str):
+    run = RunDirectory.create(RunConfig("digits", runs=tmp_path))
+    path = run.path / "config.json"
+    path.write_bytes(NO_DOCUMENTS[case])
+    for read in (run.document, run.config):
+        with pytest.raises(UserError, match=f"^{path} ") as refused:
+            read()
+        assert len(str(refused.value)) < 300 and "\n" not in str(refused.value)
+
+
+WRONG: list[object] = ["two", -1, [1], {"a": 1}, None, True, 1.5, 10**30, float("nan")]
+
+
+@pytest.mark.parametrize("name", [each.name for each in dataclasses.fields(RunConfig)])
+def test_every_value_of_a_config_is_of_its_type_or_refused_by_its_name(name: str):
+    good = RunConfig("digits").to_json()
+    hint = RunConfig.__annotations__[name]
+    for value in WRONG:
+        try:
+            config = RunConfig.from_json({**good, name: value})
+        except UserError as error:
+            assert name in str(error)
+        else:
+            found = getattr(config, name)
+            assert type(found).__name__.removeprefix("Posix").replace("NoneType", "None") in hint or (
+                "float" in hint and isinstance(found, int | float)
+            ), (name, value)
+
+
+def test_a_config_without_a_target_is_refused():
+    with pytest.raises(UserError, match="its config has target = None, where a text must be"):
+        RunConfig.from_json({})
+
+
+@pytest.mark.parametrize(
+    "text", [*NO_DOCUMENTS.values(), b'{"steps":"x"}', b'{"steps":null}', b'{"steps":-1}', b'{"steps":true}', b"{}"]
+)
+def test_a_result_or_a_stop_that_is_none_counts_as_not_written(tmp_path: Path, text: bytes):
+    run = RunDirectory.create(RunConfig("digits", runs=tmp_path))
+    (run.path / "result.json").write_bytes(text)
+    run.stopped_file.write_bytes(text)
+    assert run.result() is None and run.stopped() is None
+
+
+@pytest.mark.parametrize("change", [{"step": "x"}, {"of": None}, {"why": 1}, {"result": 5}])
+def test_a_stop_of_other_types_counts_as_not_written(tmp_path: Path, change: dict[str, object]):
+    run = RunDirectory.create(RunConfig("digits", runs=tmp_path))
+    good = {"step": 3, "of": 9, "why": "its time is up", "result": {}}
+    write_json(run.stopped_file, good)
+    assert run.stopped() == good
+    write_json(run.stopped_file, {**good, **change})
+    assert run.stopped() is None
+
+
+def test_config_json_with_a_secret_is_for_its_owner_alone(tmp_path: Path):
+    modes = [
+        (RunDirectory.create(RunConfig("digits", runs=tmp_path, **given)).path / "config.json").stat().st_mode & 0o777
+        for given in ({"options": {"api_key": "x"}}, {"arguments": ("--password", "x")}, {"options": {"lr": 1}})
+    ]
+    assert modes[:2] == [0o600, 0o600] and modes[2] != 0o600
+
+
+def test_what_a_run_was_before_stays_in_its_history(tmp_path: Path):
+    first = RunConfig("digits", runs=tmp_path, steps=5)
+    run = RunDirectory.create(first)
+    with run.renewed(dataclasses.replace(first, steps=9), run.document()):
+        run.save_config(dataclasses.replace(first, steps=9), {"layout": "dp=1"})
+    assert [each["config"]["steps"] for each in run.document()["history"]] == [5]
+    assert run.config().steps == 9
+
+
+def test_a_run_that_another_process_has_started_since_it_was_read_is_refused(tmp_path: Path):
+    config = RunConfig("digits", runs=tmp_path)
+    run = RunDirectory.create(config)
+    read = run.document()
+    with run.renewed(dataclasses.replace(config, steps=9), read):
+        pass
+    with pytest.raises(SharedError, match="started by another process"), run.renewed(config, read):
+        pass
+    assert run.config().steps == 9
+
+
+def test_a_configuration_that_is_refused_leaves_the_one_before(tmp_path: Path):
+    config = RunConfig("digits", runs=tmp_path)
+    run = RunDirectory.create(config)
+    before = run.document()
+    with pytest.raises(UserError, match="no"), run.renewed(dataclasses.replace(config, steps=9), before):
+        raise UserError("no")
+    assert run.document() == before
+
+
+def test_a_config_json_of_a_newer_version_is_refused(tmp_path: Path):
+    (tmp_path / "config.json").write_text('{"format": 999, "config": {}}')
+    with pytest.raises(UserError, match="is of format 999"):
+        RunDirectory(tmp_path).document()
+
+
+def test_a_document_that_cannot_take_its_place_leaves_nothing_beside_it(tmp_path: Path):
+    (tmp_path / "taken").mkdir()
+    with pytest.raises(OSError):
+        write_json(tmp_path / "taken", {})
+    assert [each.name for each in tmp_path.iterdir()] == ["taken"]
+
+
+def test_a_folder_is_private_that_nobody_else_can_write_to(tmp_path: Path):
+    assert made_private(tmp_path / "new") and made_private(tmp_path / "new")
+    (tmp_path / "link").symlink_to(tmp_path / "new")
+    assert not made_private(tmp_path / "link")
+    for mode in (0o770, 0o707):
+        (tmp_path / "new").chmod(mode)
+        assert not made_private(tmp_path / "new")
+    if os.getuid() == 0:
+        (tmp_path / "new").chmod(0o700)
+        os.chown(tmp_path / "new", 12345, -1)
+        assert not made_private(tmp_path / "new")
+
+
+def test_a_folder_in_memory_that_somebody_else_has_taken_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(config_module, "MEMORY", tmp_path)
+    usual = config_module.memory_of_user()
+    usual.mkdir()
+    usual.chmod(0o777)
+    other = config_module.memory_of_user()
+    assert other != usual and made_private(other) and config_module.memory_of_user() == other
+
+
+def test_room_that_was_kept_is_freed_when_there_is_little_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    config_module.reserve_room(tmp_path)
+    config_module.use_reserve(tmp_path)
+    assert (tmp_path / "reserve").exists()
+    monkeypatch.setattr(config_module, "free_bytes", lambda _: 0)
+    config_module.use_reserve(tmp_path)
+    assert not (tmp_path / "reserve").exists()

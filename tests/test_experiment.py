@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import re
 import subprocess
 import sys
 from typing import Any
 
 import pytest
+import torch
 
 from meshrun import Experiment, Loss, Schedule, UserError
 
@@ -88,21 +91,72 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"batch": 0}, "batch is 0; it must be a whole number of at least 1 (--batch)"),
     ({"batch": 2.5}, "batch is 2.5; it must be a whole number of at least 1 (--batch)"),
     ({"batch": True}, "batch is True; it must be a whole number of at least 1 (--batch)"),
-    ({"batch": 101}, "batch is 101 but the training set has only 100 samples; it may be at most that (--batch)"),
-    ({"epochs": None}, "Experiment has neither epochs nor steps; give one of them, or --steps"),
+    ({"batch": None}, "batch is None; it must be a whole number of at least 1 (--batch)"),
+    ({"train": list}, "train is the class list; it must be a dataset, such as list()"),
+    ({"collate": 3}, "collate is 3 of type int; it must be a function"),
+    ({"segments": [1]}, "segments is list; it must be a function"),
+    ({"shuffle": True}, "shuffle is True of type bool; it must be a text: full, window, length or none (--shuffle)"),
+    (
+        {"after": lambda model: model},
+        "Experiment(after=…) is called as <lambda>(model, folder), but <lambda>(model) takes other arguments (too many "
+        "positional arguments); wrap it, such as after=lambda model, folder: <lambda>(…)",
+    ),
+    ({"augment": lambda inputs: inputs}, "Experiment(augment=…) is called as <lambda>(inputs, draws), but <lambda>"),
     ({"steps": 0}, "steps is 0; it must be a whole number of at least 1 (--steps)"),
     ({"steps": 1.5}, "steps is 1.5; it must be a whole number of at least 1 (--steps)"),
     ({"micro": -1}, "micro is -1; it must be a whole number of at least 1 (--micro)"),
     ({"epochs": 0}, "epochs is 0; it must be above 0 (--epochs)"),
     ({"epochs": math.nan}, "epochs is nan; it must be above 0 (--epochs)"),
-    ({"epochs": math.inf}, "epochs is inf; it must be above 0 (--epochs)"),
+    ({"epochs": math.inf}, "epochs is inf; together they must be at most 1,000,000,000,000,000 samples (--epochs)"),
     ({"epochs": "3"}, "epochs is '3'; it must be above 0 (--epochs)"),
     ({"clip": 0}, "clip is 0; it must be above 0, or inf for none (--clip)"),
     ({"clip": -1.0}, "clip is -1.0; it must be above 0, or inf for none (--clip)"),
     ({"clip": "1"}, "clip is '1'; it must be above 0, or inf for none (--clip)"),
     ({"precision": "fp16"}, "precision is 'fp16'; it must be one of fp32, tf32, bf16, float8 (--precision)"),
-    ({"schedule": "cosine"}, "schedule is 'cosine' of type str; it must be a Schedule or a function of (step, steps)"),
+    ({"schedule": "cosine"}, "schedule is 'cosine' of type str; it must be a Schedule, such as Schedule("),
+    (
+        {"schedule": torch.optim.lr_scheduler.CosineAnnealingLR},
+        'schedule is the class CosineAnnealingLR; it must be a Schedule, such as Schedule("cosine", warmup=100), or a '
+        "function of (step, steps)",
+    ),
+    (
+        {"schedule": lambda step: step},
+        "Experiment(schedule=…) is called as <lambda>(step, steps), but <lambda>(step) takes other arguments (too many "
+        "positional arguments); wrap it, such as schedule=lambda step, steps: <lambda>(…)",
+    ),
+    (
+        {"model": torch.nn.Linear(2, 2)},
+        "Experiment(model=…) is a Linear that is built already; it must be a function that builds it, such as "
+        "model=lambda: Linear(…)",
+    ),
+    (
+        {"model": torch.nn.Linear},
+        "Experiment(model=…) is called as Linear(), but Linear(in_features: int, out_features: int, ",
+    ),
+    ({"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))])}, "Experiment(optimizer=…) is SGD; it must be"),
+    (
+        {"optimizer": torch.optim.lr_scheduler.StepLR},
+        "Experiment(optimizer=…) is called as StepLR(parameters), but StepLR(optimizer: ",
+    ),
+    (
+        {"loss": lambda outputs: outputs},
+        "Experiment(loss=…) is called as <lambda>(outputs, targets), but <lambda>(outputs)",
+    ),
 ]
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({"batch": 101}, "batch is 101 but the training set has only 100 samples; it may be at most that (--batch)"),
+        ({"epochs": None}, "Experiment has neither epochs nor steps; give one of them, or --steps"),
+    ],
+)
+def test_a_length_that_options_may_mend_is_refused_when_the_training_begins(fields: dict[str, Any], said: str):
+    made = Experiment(**{**GOOD, **fields})
+    dataclasses.replace(made, batch=10, steps=5).refuse_impossible_length()
+    with pytest.raises(UserError, match=re.escape(said)):
+        made.refuse_impossible_length()
 
 
 @pytest.mark.parametrize("fields, said", REFUSED, ids=[",".join(fields) for fields, _ in REFUSED])
@@ -116,3 +170,23 @@ def test_what_cannot_be_is_refused_in_a_sentence(fields: dict[str, Any], said: s
 def test_describing_a_training_loads_no_torch():
     code = "import sys, meshrun; meshrun.Experiment, meshrun.Loss, meshrun.Schedule; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_a_clip_of_infinity_is_none():
+    assert Experiment(**{**GOOD, "clip": float("inf")}).clip is None
+
+
+class Labelled(list[int]):
+    """A dataset whose labels stand for these classes."""
+
+    def __init__(self, *classes: str) -> None:
+        super().__init__(range(20))
+        self.classes = list(classes)
+
+
+def test_an_evaluation_whose_labels_mean_other_classes_is_refused():
+    fields = {**GOOD, "train": Labelled("cat", "dog")}
+    Experiment(**{**fields, "evals": {"val": Labelled("cat", "dog")}})
+    for other in (Labelled("dog", "cat"), Labelled("cat")):
+        with pytest.raises(UserError, match="so that their numbers mean others"):
+            Experiment(**{**fields, "evals": {"val": other}})

@@ -6,6 +6,7 @@ import itertools
 import math
 import subprocess
 import sys
+import time
 
 import pytest
 from hypothesis import given
@@ -278,7 +279,8 @@ def test_other_axes_may_cross_nodes():
 
 def test_layouts_suggested_for_a_wrong_size_keep_tp_inside_a_node():
     message = refusal_to_resolve("dp=3,tp=8", 16, ranks_per_node=4)
-    assert all(parse(text).tp <= 4 for text in suggested(message))
+    sizes = [parse(text).tp for text in suggested(message)]
+    assert sizes and max(sizes) <= 4
 
 
 @given(layouts, st.none() | axes, world_sizes, st.integers(1, 8))
@@ -427,3 +429,14 @@ def test_a_layout_that_means_nothing_cannot_be_built(fields: dict, message: str)
 def test_importing_layout_does_not_import_torch():
     program = "import sys, meshrun.layout; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("size", [999_999_999, 999_999_937, 7_207_200, 735_134_400])
+@pytest.mark.parametrize(
+    "text", ["tp=2", "dp=*,fsdp=7,tp=4", "pp=2,fsdp=3,cp=5,tp=7", "pp=2:zb,dp=11,fsdp=3,cp=5,tp=7"]
+)
+def test_the_nearest_layouts_of_very_many_ranks_are_soon_found(text: str, size: int):
+    began = time.process_time()
+    found = nearest(parse(text), size)
+    assert time.process_time() - began < 5, "about 0.3 s on a quiet machine"
+    assert all(near.size == size for near in found) and found

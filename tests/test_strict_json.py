@@ -1,0 +1,80 @@
+"""Documents that every JSON reader accepts, whatever numbers are in them."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrun import strict_json
+
+
+def standard(text: str) -> Any:
+    """What a reader that keeps to the standard finds."""
+
+    def refuse(word: str) -> None:
+        raise ValueError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_what_is_no_number_is_null_with_its_reason():
+    document = {
+        "eval": {"val": {"loss": math.nan, "count": 20}},
+        "losses": [1.5, math.inf, -math.inf],
+        "a/b~c": math.nan,
+    }
+    found = standard(strict_json.dumps(document))
+    assert found.pop("not_numbers") == {
+        "/eval/val/loss": "NaN",
+        "/losses/1": "Infinity",
+        "/losses/2": "-Infinity",
+        "/a~1b~0c": "NaN",
+    }
+    assert found == {"eval": {"val": {"loss": None, "count": 20}}, "losses": [1.5, None, None], "a/b~c": None}
+
+
+def test_a_document_of_numbers_is_plain_json():
+    document = {"losses": [1.5, 2], "eval": None, "nested": {"a": [True, "NaN"]}}
+    assert strict_json.dumps(document) == json.dumps(document)
+
+
+def test_numbers_come_back_as_what_they_were():
+    document = {"a": [1.0, math.inf], "b": {"c": -math.inf}, "a/b~c": math.nan}
+    found = strict_json.loads(strict_json.dumps(document, indent=2))
+    assert math.isnan(found.pop("a/b~c"))
+    assert found == {"a": [1.0, math.inf], "b": {"c": -math.inf}}
+
+
+def test_a_document_that_is_written_again_keeps_its_reasons():
+    once = json.loads(strict_json.dumps({"loss": math.nan}))
+    assert standard(strict_json.dumps({**once, "norm": math.inf}))["not_numbers"] == {
+        "/loss": "NaN",
+        "/norm": "Infinity",
+    }
+
+
+BAD = {
+    "nothing": b"",
+    "a torn one": b'{"a": ',
+    "nested too deep": b"[" * 200_000,
+    "objects nested too deep": b'{"a":' * 100_000,
+    "no UTF-8": b'{"a": "\xff"}',
+    "a number of too many digits": b'{"a": ' + b"9" * 5000 + b"}",
+    "a reason for what is not there": b'{"not_numbers": {"/a": "NaN"}}',
+    "a reason for a number": b'{"a": 1, "not_numbers": {"/a": "NaN"}}',
+    "an unknown reason": b'{"a": null, "not_numbers": {"/a": []}}',
+    "a list": b"[1]",
+    "a number": b"7",
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_is_no_document_is_a_value_error(case: str, tmp_path: Path):
+    path = tmp_path / "document.json"
+    path.write_bytes(BAD[case])
+    with pytest.raises(ValueError):
+        strict_json.read(path)
