@@ -6,8 +6,9 @@ take_over(given)                     # in a process that was forked to become th
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 
 def inherited() -> dict[str, str]:
@@ -36,6 +37,8 @@ def of_rank(
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_RUN_ID": job,
         "TORCHELASTIC_USE_AGENT_STORE": "True",
+        # Also for programs that form their groups themselves: on one machine no port is open to others.
+        **({"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME") or "lo"} if node[1] == 1 else {}),
         # As torch's own launcher has it: a rank whose NCCL peer is gone ends instead of waiting for it.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
@@ -45,6 +48,17 @@ def take_over(environment: Mapping[str, str]) -> None:
     """Have these variables and no others from now on."""
     os.environ.clear()
     os.environ.update(environment)
+
+
+@contextlib.contextmanager
+def only(environment: Mapping[str, str]) -> Iterator[None]:
+    """Inside, this process has these variables and no others."""
+    before = dict(os.environ)
+    take_over(environment)
+    try:
+        yield
+    finally:
+        take_over(before)
 
 
 def choose_interfaces(gloo: str | None, nccl: str | None) -> None:

@@ -11,9 +11,11 @@ import re
 
 from meshrun.errors import UserError
 
-LIMIT = 1_000_000
+LIMIT = 200_000
 """More hosts than any machine has: a longer list is a typing error, and is refused before it takes memory."""
 
+_LONGEST = 255
+"""Characters of a host's name; DNS allows no more."""
 _DEEPEST = 8
 _WORD = re.compile(r"[A-Za-z0-9._-]+")
 _RANGE = re.compile(r"([0-9]{1,18})(?:-([0-9]{1,18}))?")
@@ -70,6 +72,8 @@ def _part(text: str, at: int, depth: int) -> tuple[list[str], int]:
             raise _bad_hosts(text, at, f"{text[at]!r}, which no host name has")
         if len(names) * len(found) > LIMIT:
             raise _too_many(text, begin)
+        if len(names[0]) + len(found[0]) > _LONGEST:
+            raise _bad_hosts(text, begin, f"a name of more than {_LONGEST} characters")
         names = [name + more for name in names for more in found]
     if at == start:
         raise _bad_hosts(text, at, "an empty part")

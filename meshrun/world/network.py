@@ -34,6 +34,8 @@ _NOT_FOR_NODES = re.compile(
     "lo|docker|virbr|veth|vnet|br-|cni|flannel|cali|podman|lxc|lxd|tun|tap|wg|tailscale|zt|usb|idrac"
 )
 """How interfaces begin that end in this machine, in a tunnel, or at its own management."""
+LOOPBACK_INTERFACE = "lo"
+"""Linux's name for the interface that ends in this machine."""
 _FAST = re.compile(r"(ib|hsn)[0-9]")
 
 

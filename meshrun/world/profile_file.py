@@ -138,8 +138,8 @@ def _detect(entry: Any, where: str) -> Detect:
     for pattern in (*lists["host"], *lists["cluster"], *environment.values()):
         try:
             re.compile(_text(pattern, where))
-        except re.error as error:
-            raise UserError(f"{where}: {pattern!r} is not a regular expression: {error}") from None
+        except (re.error, RecursionError, OverflowError) as error:
+            raise UserError(f"{where}: {pattern!r:.80} is not a regular expression: {error}") from None
     return Detect(
         tuple(lists["host"]),
         tuple(lists["cluster"]),

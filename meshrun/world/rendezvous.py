@@ -2,22 +2,24 @@
 
 Rank 0 writes its address, the others look until it answers:
 
-    publish(run, world.job, world.attempt, own_address(world, site), port)   # rank 0
+    publish(run, world.job, world.attempt, own_address(world, site), port, secret)   # rank 0
     where = lookup(run, world.job, world.attempt)                        # the others, until it is not None
+    store = lookup_store(run, world.job, world.attempt)                  # the same with the secret that the store asks
     withdraw(run, world.job, world.attempt)                              # rank 0, when all have come
     forget(run, "4711")                                                  # who ends the Slurm job
 
-A file left by a launch that died looks like a good one: whoever cannot connect to what it says looks again.
+A file left by a launch that died looks like a good one: whoever cannot connect to what it says looks again. Only its
+owner can read the file, and a file of another user is refused: that user would decide to whom ranks connect.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from pathlib import Path
 from urllib.parse import quote
 
+from meshrun import strict_json
 from meshrun.config import write_json
 from meshrun.errors import UserError
 from meshrun.world.detect import World
@@ -25,14 +27,15 @@ from meshrun.world.network import address_of
 from meshrun.world.sites import load
 
 FOLDER = ".rendezvous"
+FIELDS = ((str, "address"), (int, "port"))
 
 
-def publish(folder: Path, job: str, attempt: int, address: str, port: int) -> Path:
+def publish(folder: Path, job: str, attempt: int, address: str, port: int, secret: bytes = b"") -> Path:
     """Write where rank 0 listens, so that a reader sees all of it or nothing."""
     path = _path(folder, job, attempt)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"address": address, "port": port})
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_json(path, {"address": address, "port": port, "secret": secret.hex()}, mode=0o600)
     except OSError as error:
         raise UserError(
             f"the rendezvous file {path} cannot be written ({error.strerror}); "
@@ -43,15 +46,28 @@ def publish(folder: Path, job: str, attempt: int, address: str, port: int) -> Pa
 
 def lookup(folder: Path, job: str, attempt: int) -> tuple[str, int] | None:
     """What stands there now, or None while nothing complete does."""
+    found = lookup_store(folder, job, attempt)
+    return found[:2] if found is not None else None
+
+
+def lookup_store(folder: Path, job: str, attempt: int) -> tuple[str, int, bytes] | None:
+    """The same, and the secret that a client of the store there has to know."""
     path = _path(folder, job, attempt)
     try:
         # NFS remembers for up to a minute that a name was absent; listing the folder asks the server again.
         if path.name not in os.listdir(path.parent):  # noqa: PTH208
             return None
-        found = json.loads(path.read_text())
-        return str(found["address"]), int(found["port"])
-    except (OSError, ValueError, KeyError, TypeError):
+        found, owner = strict_json.read(path), path.stat().st_uid
+        address, port = (strict_json.of_type(kind, found.get(name), name) for kind, name in FIELDS)
+        secret = bytes.fromhex(strict_json.of_type(str, found.get("secret", ""), "secret"))
+    except (OSError, ValueError):
         return None
+    if owner != os.getuid():
+        raise UserError(
+            f"the rendezvous file {path} belongs to another user, whose number is {owner}; runs that several users "
+            f"start need a folder for each of them (--runs)"
+        )
+    return (address, port, secret) if 0 <= port < 65536 else None
 
 
 def withdraw(folder: Path, job: str, attempt: int) -> None:
@@ -78,5 +94,5 @@ def _path(folder: Path, job: str, attempt: int) -> Path:
         )
     name = quote(job, safe="")
     if len(name) > 150:
-        name = hashlib.sha256(job.encode()).hexdigest()
+        name = hashlib.sha256(os.fsencode(job)).hexdigest()
     return folder / FOLDER / f"{name}-{attempt}.json"

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import difflib
 import os
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshrun.config import read_toml
 from meshrun.errors import UserError
 from meshrun.world.profile import Partition, Site, Value
 from meshrun.world.profile_file import from_document
@@ -63,10 +63,10 @@ def found_here(env: Env, cluster: str | None, host: str) -> Site | None:
 def read(path: Path) -> Site:
     """The profile in a file."""
     try:
-        document = tomllib.loads(path.read_text())
+        document = read_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"site profile {path} cannot be read: {error.strerror}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise UserError(f"site profile {path} is not valid TOML: {error}") from None
     return from_document(path.stem, document, path)
 

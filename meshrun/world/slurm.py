@@ -12,6 +12,8 @@ import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 
+from meshrun.config import whole_number
+
 Env = Mapping[str, str]
 Ask = Callable[[Sequence[str], Env], str]
 """A command and its environment -> what it prints; nothing where it cannot be run."""
@@ -42,8 +44,7 @@ def has_account(env: Env) -> bool:
 
 def restart_count(env: Env) -> int:
     """How often Slurm has started this job before."""
-    text = env.get("SLURM_RESTART_COUNT", "")
-    return int(text) if text.isdecimal() else 0
+    return whole_number(env.get("SLURM_RESTART_COUNT", "")) or 0
 
 
 def place_in_job(env: Env) -> str | None:
@@ -56,8 +57,8 @@ def gpus_on_node(env: Env) -> int | None:
     """How many GPUs of this node the job has; None outside of a job, and where nothing says so."""
     if not in_job(env):
         return None
-    if (count := env.get("SLURM_GPUS_ON_NODE", "")).isdecimal():
-        return int(count)
+    if (count := whole_number(env.get("SLURM_GPUS_ON_NODE", ""))) is not None:
+        return count
     for name in ("SLURM_JOB_GPUS", "CUDA_VISIBLE_DEVICES"):
         if listed := env.get(name):
             return len([each for each in listed.split(",") if each.strip()])

@@ -169,3 +169,10 @@ def test_nothing_is_said_where_nothing_is_lost(env: dict[str, str], source: str,
 def test_virtual_nodes_that_claim_more_cores_than_there_are_lose_none_and_one_rank_speaks_for_its_node() -> None:
     assert lost(TRAP, replace(RANK, local_size=2), [{0}, {1}], existing=2) is None
     assert lost(TRAP, replace(RANK, local_rank=1), [{0}, {1}, {2}, {3}], existing=64) is None
+
+
+def test_of_two_quotas_the_tighter_one_counts(tmp_path: Path) -> None:
+    write(tmp_path / "own", "0::/job/step\n")
+    write(tmp_path / "groups/job/cpu.max", "200000 100000\n")
+    write(tmp_path / "groups/job/step/cpu.max", "800000 100000\n")
+    assert quota(tmp_path / "groups", tmp_path / "own") == 2.0

@@ -221,3 +221,17 @@ def test_values_that_cannot_be_are_refused_with_variable_and_value(env: dict[str
 def test_importing_the_room_leaves_torch_alone() -> None:
     code = "import sys, meshrun.world.cores, meshrun.world.rendezvous; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("step", ["batch", "extern", "interactive", str(0xFFFF_FFFA)])
+def test_a_shell_of_a_job_is_no_rank(step: str):
+    env = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": step, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}
+    assert detect(env, "n1").source == "none"
+
+
+@pytest.mark.parametrize("port", ["0", "65536"])
+def test_a_port_that_is_none_is_refused(port: str):
+    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    with pytest.raises(UserError, match=f"MASTER_PORT={port} is not a port"):
+        detect({**env, "MASTER_PORT": port}, "n1")
+    assert detect({**env, "MASTER_PORT": "1"}, "n1").port == 1

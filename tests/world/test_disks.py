@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,7 @@ def test_folders_of_the_job_come_before_tmp_and_a_site_knows_best():
         ("auto", [GONE, ON_LUSTRE, LOCAL], LOCAL.path),
         ("auto", [ON_LUSTRE, SMALL_TMP], MEMORY.path),
         ("auto", [FULL], MEMORY.path),
+        ("auto", [Disk("TMPDIR", Path("/run/job"), "tmpfs", 2 * ROOM), LOCAL], LOCAL.path),
         ("tmp", [ON_LUSTRE, FULL], FULL.path),
         ("memory", [LOCAL], MEMORY.path),
         ("/somewhere/else", [LOCAL], Path("/somewhere/else")),
@@ -92,3 +94,8 @@ def test_a_folder_is_seen_with_its_room_and_one_that_is_not_there_without(tmp_pa
     here = disks.look("TMPDIR", tmp_path, disks.mounts())
     assert here.free > 0 and here.kind
     assert disks.look("TMPDIR", tmp_path / "gone", disks.mounts()).free == -1
+
+
+def test_a_folder_that_cannot_be_written_to_has_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert disks.look("TMPDIR", tmp_path, disks.mounts()).free == -1

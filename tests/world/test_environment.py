@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from meshrun.world import detect
-from meshrun.world.environment import inherited, of_nursery, of_rank, take_over
+from meshrun.world.environment import choose_interfaces, inherited, of_nursery, of_rank, only, take_over
 
 
 @pytest.fixture
@@ -36,3 +36,24 @@ def test_a_fork_has_the_variables_that_it_was_given_and_no_others(monkeypatch: p
 
 def test_the_process_that_ranks_are_forked_from_opens_no_gpu():
     assert of_nursery() == {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+
+def test_an_interface_that_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyPatch):
+    def interface(nodes: int) -> str | None:
+        return of_rank(0, 2, (0, 2), (0, nodes), ("127.0.0.1", 1), 0, "a").get("GLOO_SOCKET_IFNAME")
+
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    assert (interface(1), interface(2)) == ("lo", None)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "ib0")
+    assert interface(1) == "ib0"
+    choose_interfaces("eth0", "eth1")
+    assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ.pop("NCCL_SOCKET_IFNAME")) == ("ib0", "eth1")
+
+
+@pytest.mark.usefixtures("restored")
+def test_variables_are_put_back_after_a_while_with_others():
+    before = dict(os.environ)
+    with only({"OWN": "2"}):
+        assert inherited() == {"OWN": "2"}
+    assert dict(os.environ) == before

@@ -51,9 +51,9 @@ def test_host_list_is_written_out_in_order(text: str, hosts: str) -> None:
         ("n1, n2", "' ', which no host name has, at character 4"),
         ("n1\n", "which no host name has, at character 3"),
         ("n[\u00b2]", "which no host name has, at character 3"),
-        ("n[0-1000000]", "more than 1000000 hosts, at character 3"),
-        ("n[0-999999],m", "more than 1000000 hosts, at character 13"),
-        ("r[0-9999]n[0-9999]", "more than 1000000 hosts, at character 11"),
+        ("n[0-200000]", "more than 200000 hosts, at character 3"),
+        ("n[0-199999],m", "more than 200000 hosts, at character 13"),
+        ("r[0-9999]n[0-9999]", "more than 200000 hosts, at character 11"),
         ("n[1-" + "9" * 5000 + "]", "in brackets"),
         ("n" + "[" * 5000, "brackets nested deeper than 8, at character 10"),
     ],
@@ -66,7 +66,7 @@ def test_bad_host_list_is_refused_with_its_place(text: str, why: str) -> None:
 
 
 def test_a_million_hosts_are_still_a_list() -> None:
-    assert len(expand_hosts("n[000000-999999]")) == 1_000_000
+    assert len(expand_hosts("n[000000-199999]")) == 200_000
 
 
 ranges = st.tuples(st.integers(0, 2000), st.integers(0, 30), st.integers(1, 5))
@@ -111,5 +111,5 @@ def test_bad_tasks_per_node_are_refused_with_their_part(part: str) -> None:
 
 
 def test_tasks_on_more_nodes_than_any_machine_has_are_refused() -> None:
-    with pytest.raises(UserError, match="names more than 1000000 nodes"):
+    with pytest.raises(UserError, match="names more than 200000 nodes"):
         expand_tasks("1(x1000001)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 
 from meshrun.errors import UserError
 from meshrun.world import detect
-from meshrun.world.rendezvous import lookup, own_address, publish
+from meshrun.world.rendezvous import lookup, lookup_store, own_address, publish
 
 TWO_NODES = replace(detect({}), size=2, nodes=2)
 
@@ -88,3 +89,16 @@ def test_an_address_follows_the_rule_of_the_site_and_of_an_unknown_one_is_said_s
         own_address(replace(TWO_NODES, host="no-such-host.cluster"), "juwels-booster")
     with pytest.raises(UserError, match="there is no site 'atlantis'"):
         own_address(TWO_NODES, "atlantis")
+
+
+def test_only_its_owner_can_read_the_file_with_the_secret(tmp_path: Path):
+    path = publish(tmp_path / "run", "job", 0, "10.0.0.1", 4242, b"secret")
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert lookup_store(tmp_path / "run", "job", 0) == ("10.0.0.1", 4242, b"secret")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file to another user")
+def test_a_file_of_another_user_is_refused(tmp_path: Path):
+    os.chown(publish(tmp_path, "job", 0, "10.0.0.1", 4242), 65534, 65534)
+    with pytest.raises(UserError, match="belongs to another user"):
+        lookup(tmp_path, "job", 0)

@@ -7,7 +7,7 @@ from datetime import datetime
 
 import pytest
 
-from meshrun.world.slurm import end_of_job, gpus_on_node, in_job, job_id, restart_count, told_end_of_job
+from meshrun.world.slurm import element_id, end_of_job, gpus_on_node, in_job, job_id, restart_count, told_end_of_job
 
 JOB = {"SLURM_JOB_ID": "17"}
 END = datetime(2026, 11, 15, 12, 30, 0)
@@ -84,3 +84,9 @@ def test_gpus_of_the_node_are_counted_as_slurm_says(env: dict[str, str], count: 
 def test_restarts_are_counted():
     assert restart_count({**JOB, "SLURM_RESTART_COUNT": "3"}) == 3
     assert job_id({"SLURM_JOBID": "17"}) == "17"
+
+
+def test_an_element_of_an_array_has_a_name_of_its_own():
+    array = {**JOB, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
+    assert element_id(array) == "12_3" and element_id(JOB) == job_id(JOB) == "17"
+    assert element_id({}) is None
