@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
+import secrets
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,13 +30,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore
 
+from meshrun import typed_json
 from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.layout import AXES, Layout, parse
+from meshrun.store import process as store_process
+from meshrun.store.owners import listening_ports, owner_of_listener, shut_out_strangers
+from meshrun.store.server import LOOPBACK
 from meshrun.world import World, cores, detect
 from meshrun.world.environment import choose_interfaces, inherited
-from meshrun.world.network import address_of, for_nccl, interface_of
+from meshrun.world.network import LOOPBACK_INTERFACE, address_of, for_nccl, interface_of, resolved
 from meshrun.world.profile import Site
-from meshrun.world.rendezvous import lookup, publish, withdraw
+from meshrun.world.rendezvous import lookup_store, publish, withdraw
 from meshrun.world.sites import load
 
 
@@ -100,7 +107,8 @@ class Here:
         name = "_".join(wide)
         key = (id(self.mesh), name)
         if key not in _flattened:
-            _flattened[key] = self.mesh[wide]._flatten(name)
+            with _among_own_processes():
+                _flattened[key] = self.mesh[wide]._flatten(name)
         return _flattened[key]
 
     @property
@@ -124,22 +132,38 @@ class Here:
         return dist.all_reduce(values, async_op=True) if self.mesh is not None else None
 
     def from_rank_0(self, value: Any) -> Any:
-        """The value that rank 0 has."""
+        """The value that rank 0 has: numbers, texts, None, and collections of them, which travel as JSON."""
         if self.mesh is None or self.alone:
             return value
-        holder = [value]
+        raw = _json_bytes(value) if self.rank == 0 else torch.empty(0, dtype=torch.uint8)
+        size, device = torch.tensor([len(raw)]), self._device_of_words
+        size = size.to(device)
         with self.waiting("rank 0's word"):
-            dist.broadcast_object_list(holder, src=0, device=torch.device("cpu"))
-        return holder[0]
+            dist.broadcast(size, src=0)
+            raw = (raw if self.rank == 0 else torch.empty(int(size), dtype=torch.uint8)).to(device)
+            dist.broadcast(raw, src=0)
+        return typed_json.decode(raw.cpu().numpy().tobytes())
 
     def gathered(self, value: Any) -> list[Any]:
-        """The value of every rank, in order."""
+        """The value of every rank, in order: numbers, texts, None, and collections of them, which travel as JSON."""
         if self.mesh is None or self.alone:
             return [value] * self.size
-        values: list[Any] = [None] * self.size
+        raw, device = _json_bytes(value), self._device_of_words
+        own = torch.tensor([len(raw)], device=device)
+        sizes = [torch.zeros_like(own) for _ in range(self.size)]
         with self.waiting("a word from every rank"):
-            dist.all_gather_object(values, value)
-        return values
+            dist.all_gather(sizes, own)
+            padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+            padded[: len(raw)] = raw
+            everyone = [torch.empty_like(padded, device=device) for _ in sizes]
+            dist.all_gather(everyone, padded.to(device))
+        found = zip(everyone, sizes, strict=True)
+        return [typed_json.decode(each[: int(size)].cpu().numpy().tobytes()) for each, size in found]
+
+    @property
+    def _device_of_words(self) -> torch.device:
+        """Where ranks exchange words: in main memory, unless the process group only connects GPUs."""
+        return torch.device("cpu") if "cpu:" in dist.get_backend_config() else self.device
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -167,6 +191,17 @@ class Here:
             _listener(_waits[-1] if _waits else None)
 
 
+def _json_bytes(value: Any) -> torch.Tensor:
+    """A value as bytes of JSON."""
+    try:
+        return torch.frombuffer(bytearray(typed_json.encode(value)), dtype=torch.uint8)
+    except TypeError as error:
+        raise UserError(
+            f"a {error} cannot be sent to other ranks; numbers, texts, None, and lists, tuples, sets and dicts of them "
+            f"can"
+        ) from None
+
+
 def of_collectives(error: BaseException) -> bool:
     """Whether the ranks' way to each other has failed, and not the user's program."""
     text = str(error).lower()
@@ -179,6 +214,9 @@ def of_collectives(error: BaseException) -> bool:
 _flattened: dict[tuple[int, str], DeviceMesh] = {}
 """Meshes of several axes as one: each costs a process group, so it is made once."""
 
+_ports_of_groups: set[int] = set()
+"""Where this process listens for the connections of other ranks."""
+
 _here: Here | None = None
 _meeting = Meeting()
 _waits: list[str] = []
@@ -190,6 +228,18 @@ def listen(listener: Callable[[str | None], None]) -> None:
     """Have someone told what this rank waits for whenever that changes, and None when it waits for nothing."""
     global _listener
     _listener = listener
+
+
+def notice_groups(formed: Callable[[], None]) -> None:
+    """From now on, call `formed` whenever the program forms a process group, with meshrun or without."""
+    form = dist.init_process_group
+
+    @functools.wraps(form)
+    def noted(*args: Any, **options: Any) -> None:
+        formed()
+        form(*args, **options)
+
+    dist.init_process_group = dist.distributed_c10d.init_process_group = noted
 
 
 def use(meeting: Meeting) -> None:
@@ -225,11 +275,12 @@ def finish() -> None:
     _here = None
 
 
-def stay(here: Here) -> None:
+def stay(here: Here) -> Here:
     """After `finish()`: be a world of one where `here` was, for a rank that has more to do when the others are gone."""
     global _here
     world = World(0, 1, 0, 1, 0, 1, here.world.host, "none")
     _here = Here(world, parse("dp=*").resolve(1), here.device, None, here.site)
+    return _here
 
 
 def one_of(layout: Layout, rank: int, device: torch.device) -> Here:
@@ -273,14 +324,15 @@ def _meet(meeting: Meeting) -> Here:
         store = _store(world, meeting, site)
         store = _all_arrived(world, store, _place_of(world, device, meeting.backend), meeting.timeout)
         notes = _use_cores(world, _cores_of_node(world, store), site, meeting.threads)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=meeting.timeout),
-            device_id=device if device.type == "cuda" and meeting.backend != "gloo" else None,
-        )
+        with _among_own_processes():
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=world.rank,
+                world_size=world.size,
+                timeout=timedelta(seconds=meeting.timeout),
+                device_id=device if device.type == "cuda" and meeting.backend != "gloo" else None,
+            )
         if world.rank == 0 and world.address is None:
             withdraw(meeting.runs, world.job, world.attempt)
     return Here(world, layout, device, _mesh_of(layout, device), site, notes)
@@ -289,7 +341,20 @@ def _meet(meeting: Meeting) -> Here:
 def _mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
     # Only axes of more than one rank: gloo keeps a thread for each group, which costs time in every step.
     axes = tuple(axis for axis in AXES if layout.degree(axis) > 1)
-    return init_device_mesh(device.type, tuple(map(layout.degree, axes)), mesh_dim_names=axes)
+    with _among_own_processes():
+        return init_device_mesh(device.type, tuple(map(layout.degree, axes)), mesh_dim_names=axes)
+
+
+@contextlib.contextmanager
+def _among_own_processes() -> Iterator[None]:
+    """Form groups, then end the connections of other users of this machine to the ports that groups have opened.
+
+    gloo asks nobody for a proof: whoever connects first with the number that it expects is a rank to it.
+    """
+    before = listening_ports() - _ports_of_groups
+    yield
+    _ports_of_groups.update(listening_ports() - before)
+    shut_out_strangers(_ports_of_groups)
 
 
 def _layout_of(world: World, meeting: Meeting) -> Layout:
@@ -330,9 +395,11 @@ def too_few_gpus(ranks: int, gpus: int, host: str) -> str:
 def _use_network(world: World, site: Site | None) -> None:
     """Have gloo and NCCL talk over the interface at whose address other nodes reach this one.
 
-    Where ranks meet says nothing on that: those of the first node meet on loopback, where its launcher serves.
+    Where ranks meet says nothing on that: those of the first node meet on loopback, where its launcher serves. A run on
+    one machine needs no port that can be reached from others.
     """
     if world.nodes == 1:
+        choose_interfaces(LOOPBACK_INTERFACE, for_nccl(LOOPBACK_INTERFACE))
         return
     with contextlib.suppress(RunFailed):
         interface = interface_of(address_of(world, site))
@@ -381,11 +448,10 @@ def _place_of(world: World, device: torch.device, backend: str) -> str:
 
 def _store(world: World, meeting: Meeting, site: Site | None) -> Store:
     """The key-value store that rank 0, or the agent that started it, serves."""
-    limit = timedelta(seconds=meeting.timeout)
     if world.address is not None and world.port is not None:
         serves = world.rank == 0 and not world.agent_store
         try:
-            return TCPStore(world.address, world.port, world.size, serves, limit, wait_for_workers=False)
+            return _named_store(world, world.address, world.port, serves, meeting.timeout)
         except (RuntimeError, OSError) as error:
             doing = "could not serve" if serves else "could not reach rank 0 at"
             raise RunFailed(
@@ -393,29 +459,61 @@ def _store(world: World, meeting: Meeting, site: Site | None) -> Store:
                 f"{_first_line(error)}"
             ) from error
     if world.rank == 0:
-        address = address_of(world, site)
+        address, secret = address_of(world, site), secrets.token_bytes(32)
         # Port 0 lets the system choose: the port is bound before anybody hears of it, so it cannot collide.
-        store = TCPStore(address, 0, world.size, True, limit, wait_for_workers=False)
-        publish(meeting.runs, world.job, world.attempt, address, store.port)
-        return store
+        ports = store_process.serve(0, None if address == LOOPBACK else address, secret)
+        port = ports.get("network", ports["loopback"])
+        publish(meeting.runs, world.job, world.attempt, address, port, secret)
+        return _client(LOOPBACK, ports["loopback"], world, meeting.timeout)
     return _published_store(world, meeting)
+
+
+def _client(address: str, port: int, world: World, timeout: float) -> Store:
+    store = TCPStore(address, port, world.size, False, timedelta(seconds=timeout), wait_for_workers=False)
+    if address == LOOPBACK and owner_of_listener(port) not in (None, os.geteuid()):
+        # Another user may have got the port of a launch that is over. None: torchrun listens on all addresses.
+        raise ConnectionRefusedError(f"a process of another user listens on port {port} of this machine")
+    return store
+
+
+def _named_store(world: World, address: str, port: int, serves: bool, timeout: float) -> Store:
+    """The store at the address that the launcher names."""
+    if not world.agent_store and world.local_size == world.size:
+        if serves:
+            store_process.serve(port)
+        return _client(LOOPBACK, port, world, timeout)
+    if not serves:
+        return _client(address, port, world, timeout)
+    # No secret is shared that nodes could prove, so torch's own server is all that can serve here: at one address
+    # where the name stands for an address of this machine that other nodes can reach, else at all.
+    own = next((found for found in resolved(address) if interface_of(found) not in (None, LOOPBACK_INTERFACE)), None)
+    listener = socket.create_server((own or "", port), backlog=socket.SOMAXCONN)
+    limit = timedelta(seconds=timeout)
+    return TCPStore(address, port, world.size, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _published_store(world: World, meeting: Meeting) -> Store:
     """Follow what rank 0 publishes; an address that does not answer is a left-over, and is read again."""
     give_up = time.monotonic() + meeting.timeout
     while time.monotonic() < give_up:
-        found = lookup(meeting.runs, world.job, world.attempt)
+        found = lookup_store(meeting.runs, world.job, world.attempt)
         if found is not None:
             try:
-                return TCPStore(*found, world.size, False, timedelta(seconds=5), wait_for_workers=False)
+                return _reached_store(world, *found)
             except (RuntimeError, OSError):
-                pass
+                store_process.end()
         time.sleep(0.02)
     raise PeerLost(
         f"rank {world.rank} on {world.host} waited {meeting.timeout:.0f} s for rank 0 to publish its address in "
         f"{meeting.runs / '.rendezvous'}, which all nodes must see (--runs, --timeout)"
     )
+
+
+def _reached_store(world: World, address: str, port: int, secret: bytes) -> Store:
+    """The store of rank 0: on this machine at once, on another one through a relay that proves the secret."""
+    if address != LOOPBACK:
+        port = store_process.relay(address, port, secret)["loopback"]
+    return _client(LOOPBACK, port, world, 5.0)
 
 
 def _all_arrived(world: World, store: Store, place: str, timeout: float) -> Store:

@@ -214,8 +214,11 @@ def test_a_models_own_error_is_left_as_it_is(error: Exception):
     assert caught.value is error
 
 
-def test_a_lost_peer_is_a_failure_of_the_run():
-    assert issubclass(PeerLost, RunFailed)
+def test_a_lost_peer_is_a_failure_of_the_run_and_says_what_was_waited_for():
+    here = Here(world(0), parse("dp=4").resolve(4), CPU, None)
+    with pytest.raises(RunFailed, match="the gradients of step 1") as caught, here.waiting("the gradients of step 1"):
+        raise RuntimeError("[gloo] Connection closed by peer [127.0.0.1]:4711")
+    assert isinstance(caught.value, PeerLost)
 
 
 def serve(size: int) -> dist.TCPStore:

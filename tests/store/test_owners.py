@@ -1,0 +1,110 @@
+"""Whose connections they are, as the kernel tells it, and what becomes of those of other users."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from meshrun.store.owners import listening_ports, owner_of_listener, owner_of_peer, shut_out_strangers
+from meshrun.store.relay import Relay
+from meshrun.store.server import Server
+
+NOBODY = 65534
+ROOT_ONLY = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user to try this")
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server
+
+
+def of_nobody(where: tuple[str, int], family: int = socket.AF_INET) -> socket.socket:
+    """A connection whose end belongs to another user; the socket's owner is who has made it."""
+    os.seteuid(NOBODY)
+    try:
+        connection = socket.socket(family)
+    finally:
+        os.seteuid(0)
+    connection.settimeout(5)
+    connection.connect(where)
+    return connection
+
+
+def test_the_owner_of_a_connection_and_of_a_port_is_known(listener: socket.socket):
+    port = listener.getsockname()[1]
+    with socket.create_connection(listener.getsockname()):
+        assert owner_of_peer(listener.accept()[0]) == os.geteuid()
+    assert owner_of_listener(port) == os.geteuid()
+    assert port in listening_ports()
+
+
+def test_a_connection_that_was_closed_has_no_owner(listener: socket.socket):
+    """The kernel shows root as the owner of a socket that nobody holds: it must not pass for one of root's."""
+    socket.create_connection(listener.getsockname()).close()
+    assert owner_of_peer(listener.accept()[0]) is None
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize("family", [socket.AF_INET, socket.AF_INET6])
+def test_another_users_connection_is_told_apart_over_either_protocol(listener: socket.socket, family: int):
+    host, port = listener.getsockname()
+    with of_nobody(("::ffff:" + host if family == socket.AF_INET6 else host, port), family):
+        assert owner_of_peer(listener.accept()[0]) == NOBODY
+
+
+@ROOT_ONLY
+def test_connections_of_other_users_are_ended_and_own_ones_stay(listener: socket.socket):
+    where = listener.getsockname()
+    with socket.create_connection(where) as own, of_nobody(where) as strange:
+        ends = [listener.accept()[0] for _ in range(2)]
+        assert shut_out_strangers({where[1]}) == 1
+        assert strange.recv(1) == b""
+        ends[0].sendall(b"x")
+        assert own.recv(1) == b"x"
+
+
+@ROOT_ONLY
+def test_the_store_closes_the_connection_of_another_user_without_a_word():
+    with Server() as server, of_nobody(("127.0.0.1", server.port)) as strange:
+        assert strange.recv(1) == b""
+
+
+def test_a_client_without_the_secret_gets_a_nonce_and_nothing_else():
+    with Server() as server:
+        where = "127.0.0.1", server.port_at("127.0.0.1", b"secret")
+        with socket.create_connection(where, timeout=5) as client:
+            assert len(client.recv(100)) == 65
+            client.sendall(b"0" * 64 + b" " + b"0" * 64 + b"\n")
+            assert client.recv(100) == b""
+
+
+def test_silent_connections_to_the_port_for_nodes_are_held_in_small_number_and_for_a_short_time():
+    with Server() as server:
+        where = "127.0.0.1", server.port_at("127.0.0.1", b"secret")
+        clients = [socket.create_connection(where, timeout=5) for _ in range(80)]
+        assert clients[0].recv(65) != b""
+        assert clients[0].recv(1) == b"", "the first has made room for others"
+        for client in clients:
+            client.close()
+
+
+@ROOT_ONLY
+def test_connections_of_other_users_to_other_ports_stay(listener: socket.socket):
+    with of_nobody(listener.getsockname()):
+        end = listener.accept()[0]
+        assert shut_out_strangers({listener.getsockname()[1] + 1}) == 0
+        end.close()
+
+
+@ROOT_ONLY
+def test_a_relay_closes_the_connection_of_another_user_without_a_word():
+    with (
+        Server() as server,
+        Relay("127.0.0.1", server.port_at("127.0.0.1", b"secret"), b"secret") as relay,
+        of_nobody(("127.0.0.1", relay.port)) as strange,
+    ):
+        assert strange.recv(1) == b""

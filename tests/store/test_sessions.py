@@ -1,0 +1,166 @@
+"""Single commands to the store, byte by byte: when clients that wait get their answer, and what ends a connection."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+
+import pytest
+
+from meshrun.store import relay as relay_module
+from meshrun.store import server as server_module
+from meshrun.store.handshake import CLIENT, LINE, proof, prove
+from meshrun.store.keys import LONGEST, MAGIC, BadCommand, Keys, Session
+from meshrun.store.relay import Relay
+from meshrun.store.server import Server
+
+SECRET = b"s" * 32
+BEGIN = b"\0" + struct.pack("<I", MAGIC)
+SET, GET, ADD, WAIT, PING, PUSH, BARRIER = 1, 3, 4, 6, 13, 14, 18
+
+
+def text(content: bytes) -> bytes:
+    return struct.pack("<Q", len(content)) + content
+
+
+def command(number: int, *parts: bytes) -> bytes:
+    return bytes([number]) + b"".join(parts)
+
+
+def wait_for(*keys: bytes) -> bytes:
+    return command(WAIT, struct.pack("<Q", len(keys)), *map(text, keys))
+
+
+def received(client: socket.socket, count: int) -> bytes:
+    """So many bytes, or fewer where the connection ends."""
+    found = b""
+    while len(found) < count and (more := client.recv(count - len(found))):
+        found += more
+    return found
+
+
+class Client:
+    def __init__(self, keys: Keys) -> None:
+        self.answers: list[bytes] = []
+        self.session = Session(keys, self.answers.append)
+        self.session.feed(BEGIN)
+
+    def say(self, data: bytes) -> list[bytes]:
+        self.session.feed(data)
+        return self.answers
+
+
+def test_a_wait_for_two_keys_ends_with_the_second():
+    keys = Keys()
+    client = Client(keys)
+    client.say(wait_for(b"a", b"b"))
+    keys.set(b"a", b"1")
+    assert client.answers == []
+    keys.set(b"b", b"1")
+    assert client.answers == [b"\0"]
+
+
+def test_a_client_that_is_gone_is_sent_nothing():
+    keys = Keys()
+    client = Client(keys)
+    client.say(wait_for(b"a"))
+    client.session.close()
+    keys.set(b"a", b"1")
+    assert client.answers == []
+
+
+def test_an_entry_of_a_queue_wakes_the_client_that_has_waited_longest_and_no_other():
+    keys = Keys()
+    first, second, pushing = Client(keys), Client(keys), Client(keys)
+    for client in (first, second):
+        client.say(wait_for(b"q"))
+    pushing.say(command(PUSH, text(b"q"), text(b"entry")))
+    assert (first.answers, second.answers) == ([b"\0"], [])
+
+
+def test_a_barrier_opens_for_all_when_the_last_has_come():
+    keys = Keys()
+    clients = [Client(keys) for _ in range(3)]
+    for client in clients:
+        assert [each.answers for each in clients] == [[], [], []]
+        client.say(command(BARRIER, text(b"b"), struct.pack("<q", 3)))
+    assert [each.answers for each in clients] == [[b"\0"]] * 3
+
+
+def test_a_text_that_is_too_long_is_refused_before_it_has_come():
+    client = Client(Keys())
+    with pytest.raises(BadCommand, match="longer than"):
+        client.say(command(SET) + struct.pack("<Q", LONGEST + 1))
+
+
+@pytest.mark.parametrize(("before", "amount"), [((1 << 63) - 1, 1), (-(1 << 63), -1)])
+def test_a_counter_does_not_leave_the_range_of_64_bits(before: int, amount: int):
+    keys = Keys()
+    keys.set(b"n", str(before).encode())
+    with pytest.raises(BadCommand, match="64 bits"):
+        Client(keys).say(command(ADD, text(b"n"), struct.pack("<q", amount)))
+
+
+def on_loopback(server: Server) -> socket.socket:
+    client = socket.create_connection(("127.0.0.1", server.port), timeout=5)
+    client.sendall(BEGIN)
+    return client
+
+
+def test_a_counter_that_holds_no_number_ends_its_client_and_not_the_store():
+    with Server() as server, on_loopback(server) as client, on_loopback(server) as other:
+        client.sendall(command(SET, text(b"n"), text(b"x")) + command(ADD, text(b"n"), struct.pack("<q", 1)))
+        assert client.recv(1) == b""
+        other.sendall(command(PING, b"ping"))
+        assert received(other, 4) == b"ping"
+
+
+def test_a_long_answer_comes_whole():
+    long = bytes(range(256)) * 32_768
+    with Server() as server, on_loopback(server) as client:
+        client.sendall(command(SET, text(b"long"), text(long)) + command(GET, text(b"long")))
+        assert received(client, 8 + len(long)) == text(long)
+
+
+def knock(server: Server) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port_at("127.0.0.1", SECRET)), timeout=20)
+
+
+def test_a_stranger_that_says_nothing_is_shown_out_in_time(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server_module, "PATIENCE", 0.2)
+    with Server() as server, knock(server) as stranger:
+        assert len(received(stranger, 65)) == 65
+        assert stranger.recv(1) == b""
+
+
+def test_a_line_without_an_end_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server_module, "PATIENCE", 600.0)
+    with Server() as server, knock(server) as stranger:
+        received(stranger, 65)
+        stranger.sendall(b"0" * LINE)
+        assert stranger.recv(1) == b""
+
+
+def test_commands_that_come_together_with_the_proof_are_answered():
+    with Server() as server, knock(server) as client:
+        challenge, nonce = received(client, 65).decode().strip(), "n" * 64
+        line = f"{nonce} {proof(SECRET, CLIENT, challenge, nonce)}\n".encode()
+        client.sendall(line + BEGIN + command(PING, b"ping"))
+        assert received(client, 65 + 4)[65:] == b"ping"
+
+
+def test_a_client_behind_a_relay_may_wait_for_longer_than_a_handshake_may_take(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(relay_module, "PATIENCE", 0.2)
+    with (
+        Server() as server,
+        Relay("127.0.0.1", server.port_at("127.0.0.1", SECRET), SECRET) as relay,
+        socket.create_connection(("127.0.0.1", relay.port), timeout=20) as client,
+        knock(server) as other,
+    ):
+        client.sendall(BEGIN + wait_for(b"late"))
+        prove(other, SECRET)
+        late = threading.Timer(0.6, other.sendall, [BEGIN + command(SET, text(b"late"), text(b"1"))])
+        late.start()
+        assert client.recv(1) == b"\0"
+        late.join()
