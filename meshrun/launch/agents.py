@@ -12,18 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import socket
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
+from meshrun import strict_json
 from meshrun.config import RunConfig
 from meshrun.errors import RunFailed, SharedError, UserError
-from meshrun.launch import secret
+from meshrun.launch import munge, secret
 from meshrun.launch.nodes import LINE, Hub, nodes_of
-from meshrun.launch.post import CONNECTED, Post, secret_of
+from meshrun.launch.post import CONNECTED, Post, directory_named, lines, prove
 from meshrun.launch.wire import Wire
 from meshrun.world import World
 from meshrun.world.rendezvous import FOLDER, lookup, publish, withdraw
@@ -35,6 +35,8 @@ OLD = 3600.0
 """Seconds after which nobody reads any more that a first node has given up."""
 UNSEEN = 3.0
 """Seconds after which a node that has read no address tries the port that it can guess."""
+ANSWERED = 10.0
+"""Seconds in which a first node has answered, whatever it is asked."""
 PORTS = range(20_000, 32_000)
 """Those to guess from: below the ones that systems give away by themselves."""
 
@@ -81,15 +83,12 @@ def excuse(world: World, runs: Path, why: str) -> None:
         if where is not None and where[1] == 0:
             return
         if where is not None:
-            with contextlib.suppress(OSError, UserError):
+            with contextlib.suppress(OSError, UserError, RunFailed):
                 connection = socket.create_connection(where, timeout=CONNECTED)
                 with contextlib.closing(Wire(connection, LINE)) as wire:
-                    for said in wire.receive():
-                        match said:
-                            case {"run": str(run), "nonce": str(nonce)}:
-                                proof = secret.proof(secret_of(Path(run), wire), nonce)
-                                wire.send({"unfit": socket.gethostname(), "why": why, "proof": proof})
-                                return
+                    prove(wire, f"{where[0]}:{where[1]}", give_up)
+                    wire.send({"unfit": socket.gethostname(), "why": why})
+                    return
         time.sleep(0.2)
 
 
@@ -110,9 +109,14 @@ def find_hub(world: World, runs: Path, ranks: int, patience: float) -> Post:
         elif where[1] == 0:
             raise RunFailed("")
         else:
-            with contextlib.suppress(OSError, RunFailed):
+            try:
                 wire = Wire(socket.create_connection(where, timeout=CONNECTED), LINE)
-                return Post.welcomed(wire, f"{where[0]}:{where[1]}", ranks, began + patience)
+                # Not for long: a stranger who says nothing must not keep this node from the true address.
+                return Post.welcomed(wire, f"{where[0]}:{where[1]}", ranks, min(began + patience, now + ANSWERED))
+            except secret.Unseen:
+                _refuse_blindness(where)
+            except (OSError, RunFailed, UserError):  # a stranger at the address of a launch that has died
+                pass
         time.sleep(0.05)
     raise RunFailed(
         f"{world.host} waited {patience:.0f} s for the run's first node to write its address into "
@@ -123,16 +127,42 @@ def find_hub(world: World, runs: Path, ranks: int, patience: float) -> Post:
 def refuse_blindness(world: World) -> None:
     """Ask the first node at the port that can be guessed, if it is there, whether this one sees its run's directory.
 
-    One that does not is refused here, and the first node learns that it would wait in vain.
+    A node that does not is refused here, and the first node learns that it would wait in vain.
     """
-    if not world.hosts:
-        return
-    with contextlib.suppress(OSError):
-        connection = socket.create_connection((world.hosts[0], likely_port(world.job)), timeout=CONNECTED)
+    if world.hosts:
+        _refuse_blindness((world.hosts[0], likely_port(world.job)))
+
+
+def _refuse_blindness(where: tuple[str, int]) -> None:
+    with contextlib.suppress(OSError, RunFailed):
+        connection = socket.create_connection(where, timeout=CONNECTED)
         with contextlib.closing(Wire(connection, LINE)) as wire:
-            for said in wire.receive():
-                if isinstance(said.get("run"), str):
-                    secret_of(Path(said["run"]), wire)
+            blindness = _proven_blindness(wire)
+        if blindness is not None:
+            raise blindness
+
+
+def _proven_blindness(wire: Wire) -> secret.Unseen | None:
+    """What is wrong if this node does not see the run directory of whoever has answered, who is of the same user.
+
+    A node that does not see the directory cannot read its secret, so that the two sides know each other by MUNGE.
+    Without MUNGE neither believes the other: both wait for as long as they would without a word.
+    """
+    said = lines(wire, time.monotonic() + ANSWERED)
+    match next(said, None):
+        case {"run": str(path), "nonce": str(nonce)}:
+            try:
+                secret.read(directory_named(path))
+            except secret.Unseen as unseen:
+                host, answer = socket.gethostname(), secret.new_nonce()
+                if sent := munge.credential(secret.JOINING, host, path, nonce, answer):
+                    wire.send({"blind": host, "nonce": answer, "credential": sent})
+                    match next(said, None):
+                        case {"credential": str(found)} if munge.is_own(found, secret.FIRST, path, nonce, answer):
+                            return unseen
+            except UserError:  # a directory of somebody else's: it is no run of this user that has answered
+                return None
+    return None
 
 
 def likely_port(job: str) -> int:
@@ -153,7 +183,7 @@ def _sweep(runs: Path) -> None:
         folder = runs / FOLDER
         now = folder.stat().st_mtime  # a file was written into it just now, by the clock of the file system
         for file in folder.glob("*.json"):
-            if now - file.stat().st_mtime > OLD and json.loads(file.read_text()).get("port") == 0:
+            if now - file.stat().st_mtime > OLD and strict_json.loads(file.read_text()).get("port") == 0:
                 file.unlink(missing_ok=True)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
+from meshrun import strict_json
 from meshrun.config import RunConfig, RunDirectory, write_json
 from meshrun.world import World
 from meshrun.world.slurm import place_in_job, restart_count
@@ -26,7 +27,8 @@ def run_of(config: RunConfig, world: World, env: Mapping[str, str]) -> RunDirect
     starts = {world.job: world.attempt} if world.job else {}
     if (place := place_in_job(env)) is not None:
         # One script may train several things, one after the other.
-        digest = hashlib.sha256(json.dumps(config.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+        asked = {**config.to_json(), "command": None}
+        digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
         starts[f"{place}-{digest}"] = restart_count(env)
     notes = {config.runs / FOLDER / quote(name, safe=""): start for name, start in starts.items()}
     had = next(filter(None, (_noted(note, start) for note, start in notes.items())), None)
@@ -42,7 +44,7 @@ def _noted(note: Path, start: int) -> RunDirectory | None:
     if not start:
         return None
     try:
-        found = json.loads(note.read_text())
+        found = strict_json.loads(note.read_text())
         run = RunDirectory(Path(found["run"]))
         return run if found["start"] < start and (run.path / "config.json").is_file() else None
     except (OSError, ValueError, KeyError, TypeError):

@@ -12,12 +12,11 @@ has a bounded number of links, and one that stops twice at the same step is over
 from __future__ import annotations
 
 import dataclasses
-import json
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from meshrun import strict_json
 from meshrun.config import RunDirectory, write_json
 from meshrun.errors import UserError
 from meshrun.launch.job import WORTH_A_RESTART
@@ -64,19 +63,14 @@ class Record:
     def load(cls, run: Path) -> Record:
         path = run / NAME
         try:
-            document = json.loads(path.read_text())
-            return cls(
-                Submission.from_json(document["submission"]),
-                tuple(document["jobs"]),
-                document["index"],
-                tuple(Link(**link) for link in document["links"]),
-                document["cancelled"],
-                document["ended"],
-            )
+            document = strict_json.read(path)
+            document.pop("format", None)
+            record: Record = strict_json.of_type(cls, document, "it")
+            return record
         except FileNotFoundError:
             raise UserError(f"{run} was not submitted: it has no {NAME}; meshrun submit makes runs that have") from None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(f"{path} cannot be read: {type(error).__name__}: {error}") from None
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from None
 
     def save(self, run: Path) -> None:
         document = {
@@ -129,6 +123,8 @@ class Decision:
 
 def decide(record: Record, seen: Seen) -> Decision:
     """What to do after a link."""
+    if seen.complete and seen.status == 1:
+        return Decision("complete", "the training is complete, but failed to keep all of it: its log says what", 1)
     if seen.complete:
         return Decision("complete", "the training is complete", 0)
     most = record.submission.links
@@ -164,24 +160,18 @@ def seen_of(run: RunDirectory, status: int, ending: bool, preempted: bool, reque
     """How a run stands, from what it has left on the disk."""
     stopped = run.stopped()
     by_user = (stopped or {}).get("by") == "user" or run.asked_to_stop_by() == "user"
-    return Seen(status, is_complete(run, status), stopped, _newest(run), ending, preempted, requeued, by_user)
+    return Seen(status, is_complete(run, status), stopped, run.saved_step(), ending, preempted, requeued, by_user)
 
 
 def is_complete(run: RunDirectory, status: int = 1) -> bool:
     """A run that has reached its end has a result; one that was asked to go on after that refuses to."""
-    try:
-        if run.stopped() is not None:
-            return False
-        reached = json.loads((run.path / "result.json").read_text())["steps"]
-        return bool(status == 0 or reached == run.document().get("resolved", {}).get("steps"))
-    except (OSError, ValueError, KeyError, AttributeError):
+    result = run.result()
+    if run.stopped() is not None or result is None:
         return False
-
-
-def _newest(run: RunDirectory) -> int | None:
-    """The step of the newest checkpoint: a folder has its name only once it is whole."""
-    found = [re.fullmatch(r"step-(\d{8,})(\.\d+)?", path.name) for path in run.checkpoints.glob("step-*")]
-    return max((int(match[1]) for match in found if match), default=None)
+    try:
+        return bool(status == 0 or result["steps"] == run.document().get("resolved", {}).get("steps"))
+    except UserError:
+        return False
 
 
 def _where(seen: Seen) -> str:

@@ -116,7 +116,7 @@ class Head:
         self._since = now
 
     def blind(self, host: str, now: float) -> None:
-        """A node says that it cannot see the run's directory, but cannot prove that it is one of ours."""
+        """A node of this user says that it cannot see the run's directory; one of another job does not matter."""
         if not self._wanted.hosts or host.partition(".")[0] in self._wanted.hosts:
             self._blind[host] = now
 
@@ -285,7 +285,8 @@ class Head:
             missing = [host for host in self._wanted.hosts if host.partition(".")[0] not in short]
             names = f" ({', '.join(missing[:4])}{', …' * (len(missing) > 4)})" if missing else ""
             left = self._wanted.expected - len(self.members) - len(self._unfit)
-            self._tell("note", text=f"waiting for {left} more node{'s' * (left > 1)}{names} (--timeout)")
+            more = f"{left} more node{'s' * (left > 1)}{names}"
+            self._tell("note", text=f"waiting for {more}; all nodes must see {self._wanted.folder} (--runs, --timeout)")
 
     def _begin(self, chosen: list[Member]) -> None:
         before = self.generation

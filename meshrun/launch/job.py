@@ -7,6 +7,7 @@ Failure(rank=1, code=-9, time=0.0).how          # "was killed by SIGKILL"
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -137,9 +138,8 @@ class Seat:
 
 def port_refused(port: int, error: OSError) -> UserError:
     """A sentence for a port that somebody else has."""
-    return UserError(
-        f"port {port} cannot be used on this machine: {error.strerror}; leave --port away to get a free one"
-    )
+    why = os.strerror(error.errno or 0)  # strerror of the error itself may name the address as well
+    return UserError(f"port {port} cannot be used on this machine: {why}; leave --port away to get a free one")
 
 
 def silent(kind: str, **fields: Any) -> None:

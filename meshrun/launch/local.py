@@ -3,8 +3,8 @@
     failures = launch(Job(argv=["-m", "meshrun", "rank", "runs/digits-1", PARENT], ranks=2, restarts=3))
 
 Ranks are forks of a warm process (`nursery`), `ranks` starts and ends those of this node, `head` decides, and `nodes`
-carries its orders to other machines. This process serves the store on which ranks meet, so that it outlives them. No
-rank outlives the grace time or the launcher.
+carries its orders to other machines. This process serves the store on which ranks meet (`store`), so that it outlives
+them. No rank outlives the grace time or the launcher.
 """
 
 from __future__ import annotations
@@ -12,13 +12,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import select
 import signal
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from meshrun.errors import CutOff, RunFailed, UserError
 from meshrun.launch.head import Head, Member, Outcome, Wanted
@@ -39,7 +37,8 @@ from meshrun.launch.node import LOOK_EVERY, Node, Stopped
 from meshrun.launch.nodes import Asked, Blind, Hub, Joined, Left, Said, Unfit
 from meshrun.launch.nursery import FORKABLE
 from meshrun.launch.ranks import Gone, Nursery
-from meshrun.launch.wire import Beat
+from meshrun.launch.wire import Beat, readable
+from meshrun.store.server import LOOPBACK, Server
 
 __all__ = ["PARENT", "Failure", "Interrupted", "Job", "Verdict", "Watch", "die_with_launcher", "launch"]
 
@@ -66,19 +65,17 @@ def launch(
     A nursery that is given stays; else one is started for this job. With a hub, other nodes take part, and `lookout` is
     asked while they are waited for.
     """
-    if job.port and hub is None:
-        _refuse_used(job.port)
     with contextlib.ExitStack() as stack, Stopped() as stopped:
+        store = stack.enter_context(_store(job.port if hub is None else 0))
         if nursery is None:
             nursery = stack.enter_context(Nursery(job.target, warm=list(job.argv[:2]) == FORKABLE))
-        store = _store(job.port if hub is None else 0)
         node = Node(job, nursery, watch or Unwatched())
         stack.callback(node.close)
         head = Head(job.restarts, wanted or Wanted(), tell)
         head.join(Member(ME, socket.gethostname(), job.ranks), time.monotonic())
         if hub is not None:
             stack.enter_context(Beat(hub.beat))
-        outcome = _run(head, node, hub, store.port, stopped, tell, lookout)
+        outcome = _run(head, node, hub, store, stopped, tell, lookout)
     if stopped.by:
         raise Interrupted(stopped.by)
     if outcome.sentence:
@@ -96,12 +93,14 @@ def die_with_launcher(launcher: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def _run(head: Head, node: Node, hub: Hub | None, port: int, stopped: Stopped, tell: Tell, lookout: Lookout) -> Outcome:
+def _run(
+    head: Head, node: Node, hub: Hub | None, store: Server, stopped: Stopped, tell: Tell, lookout: Lookout
+) -> Outcome:
     """Carry facts to the head and its orders to the nodes, until the run is over."""
     ending = told = False
     asked = time.monotonic()
     while head.outcome is None and not stopped.at_once:
-        select.select([*node.fds, *(hub.fds if hub else ())], [], [], LOOK_EVERY)
+        readable([*node.fds, *(hub.fds if hub else ())], LOOK_EVERY)
         now = time.monotonic()
         for fact in node.news():
             if isinstance(fact, Gone):
@@ -129,7 +128,7 @@ def _run(head: Head, node: Node, hub: Hub | None, port: int, stopped: Stopped, t
             if why := lookout():
                 head.end(Outcome(sentence=f"the run stopped while it waited for nodes, since {why}", cut_off=True))
         head.tick(now)
-        _pass_on(head, node, hub, port)
+        _pass_on(head, node, hub, store)
         if ending and not told:
             told = True
             if node.waits:
@@ -140,29 +139,21 @@ def _run(head: Head, node: Node, hub: Hub | None, port: int, stopped: Stopped, t
     return outcome
 
 
-def _pass_on(head: Head, node: Node, hub: Hub | None, port: int) -> None:
+def _pass_on(head: Head, node: Node, hub: Hub | None, store: Server) -> None:
     orders, head.orders = head.orders, []
     for member, order in orders:
         if member != ME:
             assert hub is not None
-            hub.order(member, order, port)
+            hub.order(member, order, store)
         elif isinstance(order, Seat):
-            node.begin(replace(order, address="127.0.0.1", port=port))
+            node.begin(replace(order, address=LOOPBACK, port=store.port))
         else:
             node.stop(order)
 
 
-def _store(port: int) -> Any:
+def _store(port: int) -> Server:
     """The store that ranks meet on; a port that was not given is bound before anybody is told of it."""
-    from torch.distributed import TCPStore
-
-    return TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
-
-
-def _refuse_used(port: int) -> None:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise port_refused(port, error) from None
+    try:
+        return Server(port)
+    except OSError as error:
+        raise port_refused(port, error) from None

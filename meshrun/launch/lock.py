@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from meshrun import strict_json
 from meshrun.config import RunDirectory
 from meshrun.errors import SharedError
 
@@ -42,10 +43,13 @@ def lock(run: RunDirectory, note: Callable[[str], None] = lambda _text: None) ->
     `note` is told why it takes its time, where it does.
     """
     path = run.path / NAME
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    own = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+    with _refused(path):
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        _take(run, path, file, note)
-        _write(file, {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")})
+        with _refused(path):
+            _take(run, path, file, note)
+            _write(file, own)
         over = threading.Event()
         beating = threading.Thread(target=_beat, args=(file, over), name="lock", daemon=True)
         beating.start()
@@ -54,14 +58,26 @@ def lock(run: RunDirectory, note: Callable[[str], None] = lambda _text: None) ->
         finally:
             over.set()
             beating.join()
-            _write(file, {})
+            with contextlib.suppress(OSError):  # a full disk; the lock itself goes with the file
+                _write(file, {})
     finally:
         os.close(file)
 
 
+@contextlib.contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """Says which file it is that the system refuses: another user's, on a full disk or on a read-only one."""
+    try:
+        yield
+    except OSError as error:
+        raise SharedError(
+            f"cannot write {path}: {error.strerror}; whoever trains a run needs to write in its directory"
+        ) from error
+
+
 def is_left(run: RunDirectory) -> bool:
     """Whether the last owner has let it go by itself, and nobody has taken it since."""
-    return (run.path / NAME).read_text() == json.dumps({})
+    return (run.path / NAME).read_bytes() == json.dumps({}).encode()
 
 
 def _take(run: RunDirectory, path: Path, file: int, note: Callable[[str], None]) -> None:
@@ -153,10 +169,9 @@ def _write(file: int, document: dict[str, object]) -> None:
 
 def _holder(path: Path) -> dict[str, object]:
     try:
-        found = json.loads(path.read_text())
+        return strict_json.read(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _refusal(run: RunDirectory, path: Path) -> str:

@@ -13,11 +13,10 @@ import contextlib
 import fcntl
 import os
 import shutil
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshrun.config import RunDirectory
+from meshrun.config import RunDirectory, made_private, reserve_room
 from meshrun.errors import RunFailed
 
 LOCK = "launcher"
@@ -27,24 +26,23 @@ class Memory:
     """A folder that is there until the end of the `with`."""
 
     def __init__(self, run: RunDirectory, node: str) -> None:
-        self.path = run.memory_of(node)
+        self._run, self._node = run, node
 
     def __enter__(self) -> Memory:
-        of_user = self.path.parent.parent
-        with contextlib.suppress(FileExistsError):
-            of_user.mkdir(mode=0o700, parents=True)
-        # All users may write beside it: one may have put a link of that name there, which must not be followed.
-        found = of_user.lstat()
-        if not stat.S_ISDIR(found.st_mode):
-            raise RunFailed(f"{of_user} is not a folder, as it must be for what runs keep in memory; have it removed")
-        if found.st_uid != os.getuid():
-            raise RunFailed(f"{of_user} belongs to another user of this machine; have it removed")
+        for _ in range(3):  # another user may have taken the usual name just now, and cannot guess the next one
+            self.path = self._run.memory_of(self._node)
+            of_user = self.path.parent.parent
+            if made_private(of_user):
+                break
+        else:
+            raise RunFailed(f"no folder that this user alone can write to can be made in {of_user.parent}")
         with _alone_in(of_user):  # else one launcher would find the folder of another before that could hold it
             sweep(of_user)
             for folder in (self.path.parent, self.path):
                 folder.mkdir(mode=0o700, exist_ok=True)
             self._held = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(self._held, fcntl.LOCK_EX)
+        reserve_room(self.path)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -75,15 +73,20 @@ def _alone_in(folder: Path) -> Iterator[None]:
         os.close(file)
 
 
-def _is_held(file: Path) -> bool:
+def is_locked(path: Path) -> bool:
+    """Whether a process holds the lock of a file; an OSError where the file cannot be opened."""
+    file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
-        found = os.open(file, os.O_RDWR)
-    except OSError:
-        return True  # it goes just now
-    try:
-        fcntl.flock(found, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         return True
     finally:
-        os.close(found)
+        os.close(file)
     return False
+
+
+def _is_held(file: Path) -> bool:
+    try:
+        return is_locked(file)
+    except OSError:
+        return True  # the file is being removed just now

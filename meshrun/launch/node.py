@@ -3,7 +3,7 @@
 node = Node(job, nursery, watch)
 node.begin(seat)
 while …:
-    select.select(node.fds, [], [], LOOK_EVERY)
+    readable(node.fds, LOOK_EVERY)
     for fact in node.news(): …           # Ended, Gone, Verdict
 """
 
@@ -12,12 +12,15 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
 from meshrun.launch.job import Job, Seat, Verdict, Watch
 from meshrun.launch.ranks import GRACE, Ended, Gone, Nursery, Ranks, Stop
+from meshrun.store.relay import Relay
+from meshrun.store.server import LOOPBACK
 
 LOOK_EVERY = 0.1
 """Seconds between two looks at the ranks."""
@@ -53,7 +56,10 @@ class Stopped:
 class Node:
     """The ranks of this node and whoever watches them."""
 
-    def __init__(self, job: Job, nursery: Nursery, watch: Watch) -> None:
+    def __init__(self, job: Job, nursery: Nursery, watch: Watch, secret: Callable[[], bytes] | None = None) -> None:
+        """`secret` reads what proves to the first node's store that this node takes part; None on the first node."""
+        self._secret = secret
+        self._relay: Relay | None = None
         self._ranks, self._watch = Ranks(job, nursery, watch.takes_long), watch
         self._told, self._looked = False, 0.0
         self._seat: Seat | None = None
@@ -70,6 +76,10 @@ class Node:
     def begin(self, seat: Seat) -> None:
         """Start the ranks of a generation."""
         self._told, self._seat = False, seat
+        if self._secret is not None:
+            self._end_relay()
+            self._relay = Relay(seat.address, seat.port, self._secret())
+            seat = replace(seat, address=LOOPBACK, port=self._relay.port)
         self._ranks.begin(seat)
 
     @property
@@ -115,3 +125,8 @@ class Node:
     def close(self) -> None:
         """End at once what is left."""
         self._ranks.close()
+        self._end_relay()
+
+    def _end_relay(self) -> None:
+        if self._relay is not None:
+            self._relay.close()

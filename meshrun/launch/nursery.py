@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -19,7 +18,7 @@ import sys
 import threading
 
 from meshrun.launch.job import PARENT
-from meshrun.launch.wire import Wire
+from meshrun.launch.wire import Wire, readable
 from meshrun.world.environment import take_over
 
 FORKABLE = ["-m", "meshrun"]
@@ -37,8 +36,8 @@ def serve(fd: int) -> list[str]:
     fresh: dict[int, subprocess.Popen[bytes]] = {}
     """Those that are no forks: one that is let go is buried by whoever starts the next, who tells nobody."""
     while not wire.closed:
-        ready = select.select([wire.fileno(), *ranks], [], [])[0]
-        for pidfd in ranks.keys() & set(ready):
+        ready = readable([wire.fileno(), *ranks])
+        for pidfd in ranks.keys() & ready:
             pid = ranks.pop(pidfd)
             os.close(pidfd)
             wire.send({"ended": pid, "code": _buried(pid, fresh.pop(pid, None))})

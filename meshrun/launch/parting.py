@@ -10,12 +10,13 @@ connections: what waits on them raises at once, and there is time left to write 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import socket
 import threading
 import time
 from pathlib import Path
+
+from meshrun import strict_json
 
 LOOK_EVERY = 0.1
 
@@ -40,8 +41,8 @@ def _wait(path: Path) -> None:
 def is_anybody_gone(path: Path) -> bool:
     """Whether the launcher has named ranks; one that only asks all to stop names none."""
     try:
-        return bool(json.loads(path.read_text())["ranks"])
-    except (OSError, ValueError, KeyError):
+        return bool(strict_json.read(path).get("ranks"))
+    except (OSError, ValueError):
         return False
 
 

@@ -10,27 +10,33 @@ node's memory. Then it is called again and again, and this node comes back as a 
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 from meshrun.config import RunDirectory
-from meshrun.errors import CutOff, RunFailed, UserError
+from meshrun.errors import CutOff, RunFailed, UserError, printable
 from meshrun.launch import secret
 from meshrun.launch.job import Interrupted, Job, Seat, Tell, Watch
 from meshrun.launch.lock import is_left
 from meshrun.launch.node import LOOK_EVERY, Node, Stopped
 from meshrun.launch.nodes import LINE, SILENCE
 from meshrun.launch.ranks import Nursery, Stop
-from meshrun.launch.wire import BEAT, Beat, Document, Wire
+from meshrun.launch.wire import BEAT, Beat, Document, Wire, readable
 
 CONNECTED = 5.0
 """Seconds for a connection to be made."""
 REFUSED = 3.0
 """Seconds after which a machine that answers, but has nobody at that port, has lost its launcher for good."""
+
+
+LONGEST_PATH = 4096
+"""The most characters of a directory's name."""
+
+Accept = Callable[[Path], None]
 
 
 class Post:
@@ -41,8 +47,11 @@ class Post:
         self._progress = 0
 
     @classmethod
-    def reach(cls, where: str, ranks: int, patience: float) -> Post:
-        """Connect to the first node, which may not have started yet, and be told of the run."""
+    def reach(cls, where: str, ranks: int, patience: float, accept: Accept = lambda _run: None) -> Post:
+        """Connect to the first node, which may not have started yet, and be told of the run.
+
+        `accept` raises an error where this node is not to take part in the run of that directory.
+        """
         host, port = address_in(where)
         give_up = time.monotonic() + patience
         while True:
@@ -56,29 +65,37 @@ class Post:
                         f"(--join, --timeout)"
                     ) from None
                 time.sleep(0.2)
-        return cls.welcomed(wire, where, ranks, give_up)
+        return cls.welcomed(wire, where, ranks, give_up, accept)
 
     @classmethod
-    def welcomed(cls, wire: Wire, where: str, ranks: int, give_up: float, before: Post | None = None) -> Post:
-        """Be told of the run by whoever has answered, and prove to belong to it; `before` is who this node was."""
-        run = None
-        while not wire.closed and time.monotonic() < give_up:
-            for said in wire.receive():
+    def welcomed(
+        cls,
+        wire: Wire,
+        where: str,
+        ranks: int,
+        give_up: float,
+        accept: Accept = lambda _run: None,
+        before: Post | None = None,
+    ) -> Post:
+        """Join the run of whoever has answered, once both sides have proved to belong to it.
+
+        `before` is the lost connection of this node, which may come back to the same run alone.
+        """
+        hello = {"hello": socket.gethostname(), "ranks": ranks}
+        try:
+            run = prove(wire, where, give_up)
+            if before is not None and run != before.run:
+                raise RunFailed(f"what answers at {where} is {run} and not {before.run} any more (--join)")
+            accept(run)
+            wire.send({**hello, "before": before.id} if before is not None else hello)
+            for said in lines(wire, give_up):
                 match said:
-                    case {"run": str(path), "nonce": str(nonce)}:
-                        run = Path(path)
-                        if before is not None and run != before.run:
-                            wire.close()
-                            raise RunFailed(f"what answers at {where} is {run} and not {before.run} any more (--join)")
-                        proof = secret.proof(secret_of(run, wire), nonce)
-                        hello = {"hello": socket.gethostname(), "ranks": ranks, "proof": proof}
-                        wire.send({**hello, "before": before.id} if before is not None else hello)
-                    case {"welcome": str(id)} if run is not None:
+                    case {"welcome": str(id)}:
                         return cls(wire, where, run, id, ranks)
-        wire.close()
-        if run is not None:
-            raise RunFailed(f"the run at {where} did not take this node, whose {run} is not the one there (--join)")
-        raise RunFailed(f"what answers at {where} is no run that takes nodes (--join)")
+            raise RunFailed(f"the run at {where} did not take this node (--join)")
+        except (RunFailed, UserError):
+            wire.close()
+            raise
 
     def serve(self, node: Node, stopped: Stopped, asks_for_all: bool) -> Document | None:
         """Do as the first node says; returns its last word, or None if it is lost or this node is to go.
@@ -92,9 +109,9 @@ class Post:
         heard = looked = time.monotonic()
         asked = False
         while not stopped.by or (asks_for_all and not stopped.at_once):
-            ready = select.select([self._wire.fileno(), *node.fds], [], [], LOOK_EVERY)[0]
+            ready = readable([self._wire.fileno(), *node.fds], LOOK_EVERY)
             now = time.monotonic()
-            if self._wire.fileno() in ready:
+            if self._wire.fileno() in ready or self._wire.pending:
                 heard = now
                 for said in self._wire.receive():
                     match said:
@@ -144,7 +161,7 @@ def take_part(
     `as_one`: all nodes were started together, so that a signal here is for all, and the first one says what failed.
     `is_orphan`: whether somebody knows that a first node which does not answer never will.
     """
-    node, run = Node(job, nursery, watch), RunDirectory(post.run)
+    node, run = Node(job, nursery, watch, partial(secret.read, post.run)), RunDirectory(post.run)
     ends, over = Ends(run), None
     try:
         with Stopped() as stopped:
@@ -174,7 +191,7 @@ def take_part(
             f"what was reached is in {post.run}: meshrun resume {post.run} goes on"
         )
     if over is not None and over["failed"] and not (as_one and ends.written()):
-        why = over["over"] or f"the run has failed; its first node, {post.where}, says why"
+        why = printable(over["over"]) or f"the run has failed; its first node, {post.where}, says why"
         raise (CutOff if over["cut_off"] else RunFailed)("" if as_one else why)
     tell("note", text=f"the run is over; its results are in {post.run}")
 
@@ -227,7 +244,7 @@ def _until_gone(node: Node, stopped: Stopped) -> Iterator[None]:
     """Wait for the ranks of this node to end, with a pause a second."""
     told = time.monotonic()
     while node.busy and not stopped.at_once:
-        select.select(node.fds, [], [], LOOK_EVERY)
+        readable(node.fds, LOOK_EVERY)
         list(node.news())
         if time.monotonic() - told > BEAT:
             told = time.monotonic()
@@ -252,14 +269,44 @@ def _found_again(
     return None
 
 
-def secret_of(run: Path, wire: Wire) -> bytes:
-    """What proves that this node sees a run's directory; the first node is told if it does not."""
-    try:
-        return secret.read(run)
-    except UserError:
-        wire.send({"blind": socket.gethostname()})  # the others would wait for this node
-        wire.close()
-        raise
+def prove(wire: Wire, where: str, give_up: float) -> Path:
+    """Shake hands with whoever has answered at that address; returns the run directory that both sides know.
+
+    From then on lines come from the other side of this handshake, or the connection ends.
+    """
+    run, shaken = None, None
+    for said in lines(wire, give_up):
+        match said:
+            case {"run": str(path), "nonce": str(nonce)} if shaken is None:
+                run = directory_named(path)
+                shaken = secret.Handshake(secret.read(run), path, nonce, secret.new_nonce())
+                wire.send({"nonce": shaken.answer, "proof": shaken.proof(secret.JOINING)})
+            case {"proof": str(proof)} if run is not None and shaken is not None:
+                if not shaken.is_proof(proof, secret.FIRST):
+                    raise RunFailed(
+                        f"what answers at {where} does not know the secret of {run}, which it names (--join)"
+                    )
+                wire.seal(own=shaken.key(secret.JOINING), other=shaken.key(secret.FIRST))
+                return run
+            case _:
+                break
+    if run is not None:
+        raise RunFailed(f"the run at {where} did not take this node, whose {run} is not the one there (--join)")
+    raise RunFailed(f"what answers at {where} is no run that takes nodes (--join)")
+
+
+def directory_named(path: str) -> Path:
+    """The run directory that somebody names who has proved nothing yet, without links that could change later."""
+    with contextlib.suppress(OSError, RuntimeError, ValueError):  # a loop of links; a name that no file can have
+        if path.startswith("/") and len(path) <= LONGEST_PATH:
+            return Path(path).resolve()
+    raise RunFailed("what answers there names a run directory that there cannot be (--join)")
+
+
+def lines(wire: Wire, give_up: float) -> Iterator[Document]:
+    """What the other side says, until it hangs up or the time is over."""
+    while not wire.closed and time.monotonic() < give_up:
+        yield from wire.receive()
 
 
 def address_in(where: str) -> tuple[str, int]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import resource
 import signal
 import socket
 import subprocess
@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from meshrun.config import write_json
+from meshrun.config import use_reserve, write_json
 from meshrun.launch.job import Job, Seat
 from meshrun.launch.nursery import FORKABLE
 from meshrun.launch.parting import dead_file
-from meshrun.launch.wire import Document, Wire
+from meshrun.launch.wire import Document, Wire, readable
 from meshrun.world.environment import inherited, of_nursery, of_rank
 
 GRACE = 2.0
@@ -89,6 +89,7 @@ class Nursery:
     def __init__(self, target: str | None, warm: bool = True) -> None:
         self._words = [target] if warm and target else []
         self._warm = warm
+        _allow_many_files()
         self._start()
 
     def __enter__(self) -> Nursery:
@@ -224,7 +225,7 @@ class Ranks:
             return []
         found: list[Ended | Gone] = []
         wire = self._nursery.wire
-        while not wire.closed and select.select([wire], [], [], 0)[0]:
+        while not wire.closed and readable([wire.fileno()], 0):
             for said in wire.receive():
                 if "started" in said:
                     self._started({int(rank): pid for rank, pid in said["started"].items()})
@@ -280,7 +281,7 @@ class Ranks:
         for process in self._alive.values():
             _kill_group(process.pid)
             if process.pidfd >= 0:
-                select.select([process.pidfd], [], [], GRACE)
+                readable([process.pidfd], GRACE)
         # One that could not even start will not do so another time.
         never = [Ended(rank, self._nursery.ended() or -signal.SIGKILL, own=True) for rank in self._expected]
         self._expected.clear()
@@ -310,6 +311,7 @@ class Ranks:
         """Tell the ranks that are left who is gone, and whether anybody will come after them."""
         if self._job.memory is not None and self._seat is not None:
             path = dead_file(self._job.memory, self._seat.generation)
+            use_reserve(self._job.memory)
             with contextlib.suppress(OSError):
                 write_json(path, {"ranks": sorted(self._dead), "final": final})
 
@@ -318,6 +320,16 @@ class Ranks:
         process.signalled = number
         with contextlib.suppress(ProcessLookupError, OSError):
             signal.pidfd_send_signal(process.pidfd, number)
+
+
+def _allow_many_files() -> None:
+    """Raise the limit of open files of this launcher as far as it may: each rank of a run is a connection to it.
+
+    Ranks inherit the limit and need it too, since gloo connects each of them to all others.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):  # in a sandbox that forbids it the limit stays as it is
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _kill_group(pid: int) -> None:

@@ -11,7 +11,6 @@ is nearly up comes as soon as the training's step has begun, so that stopping in
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shlex
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from meshrun import strict_json
 from meshrun.launch.stand_in import REQUEUED, SUBMITTED, PlayedJob, put_up
 from meshrun.world import walltime
 from meshrun.world.played import Allocation, inherited_by_jobs, of_batch
@@ -126,7 +126,7 @@ class Rehearsal:
 
     def _is_training(self) -> bool:
         for file in self.folder.glob("step-*/argv.json"):
-            argv = json.loads(file.read_text())["argv"]
+            argv = strict_json.loads(file.read_text())["argv"]
             if ["-m", "meshrun", "resume"] in [argv[at : at + 3] for at in range(len(argv))]:
                 return True
         return False
@@ -136,7 +136,7 @@ class Rehearsal:
         now = time.time()
         again = replace(job, began=now, ends=now + job.ends - job.began)
         try:
-            submitted = json.loads((self.folder / SUBMITTED).read_text())
+            submitted = strict_json.loads((self.folder / SUBMITTED).read_text())
             granted = replace(job.granted, id=submitted["id"], restarts=0)
             return replace(again, granted=granted, script=submitted["script"])
         except FileNotFoundError:

@@ -3,9 +3,9 @@
     text = script(submission)            # job.sh; `meshrun submit --dry-run` prints it
 
 A script does little: it asks Slurm for nodes, prepares the shell as the site wants it, starts ONE launcher on each
-node (`meshrun resume RUN`), hands on what Slurm tells it, and at the end lets `meshrun next` decide how it goes on.
-Each line that is not obvious has its reason above it. Nothing that a user typed gets into it but paths, which are
-quoted, and plain values, which `submission` has looked at.
+node (`meshrun resume RUN --from-start`), hands on what Slurm tells it, and at the end lets `meshrun next` decide how it
+goes on. Each line that is not obvious has its reason above it. Nothing that a user typed gets into it but paths, which
+are quoted, and plain values, which `submission` has looked at.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ srun --export=ALL ls "$RUN/config.json" >/dev/null || status=$?
 if ((status != 0)); then
     echo "meshrun: the nodes named above cannot see $RUN; runs must be on a disk that all nodes share (--runs)" >&2
 else
-    srun "${STEP[@]}" "$PYTHON" -m meshrun resume "$RUN" &
+    srun "${STEP[@]}" "$PYTHON" -m meshrun resume "$RUN" --from-start &
     step=$!
     # A signal ends `wait`, and not the step: wait again, unless it was the step that ended.
     told=yes

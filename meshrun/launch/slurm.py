@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshrun.config import whole_number
 from meshrun.errors import RunFailed, UserError
 from meshrun.launch.reasons import explain
 from meshrun.world.environment import of_new_job
@@ -104,7 +105,10 @@ class Slurm:
         ended = self.run(["sbatch", "--parsable", *flags, str(script)], of_new_job())
         if ended.returncode:
             raise UserError(explain(ended.stderr or ended.stdout))
-        return ended.stdout.strip().splitlines()[-1].partition(";")[0]
+        job = next(iter(reversed(ended.stdout.split())), "").partition(";")[0]
+        if whole_number(job) is None:
+            raise RunFailed(f"sbatch answers {ended.stdout[:200]!r}, in which there is no number of a job")
+        return job
 
     def jobs(self) -> list[Job]:
         """This user's jobs, with those that ended a short while ago."""
@@ -167,5 +171,5 @@ def _failed(command: str, ended: subprocess.CompletedProcess[str]) -> str:
 def parsed(line: str) -> Job:
     """A line of squeue in the form that we ask for."""
     id, shown, state, reason, elapsed, limit, start, nodes, hosts, script = line.split(_SEPARATOR, len(_FIELDS) - 1)
-    count = int(nodes) if nodes.isdigit() else 0
+    count = whole_number(nodes) or 0
     return Job(id, shown, state, reason, elapsed, limit, start, count, hosts, Path(script))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-import json
 import os
 import re
 import shlex
@@ -27,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from meshrun import strict_json
 from meshrun.config import write_json
 from meshrun.errors import RunFailed, UserError
 from meshrun.world.hostlist import expand_hosts
@@ -82,7 +82,7 @@ class PlayedJob:
 
     @classmethod
     def load(cls, folder: Path) -> PlayedJob:
-        document = json.loads((folder / JOB).read_text())
+        document = strict_json.loads((folder / JOB).read_text())
         granted = document["granted"]
         array = tuple(granted["array"]) if granted["array"] else None
         return cls(**{**document, "granted": Allocation(**{**granted, "array": array})})

@@ -3,7 +3,7 @@
     asked = Resources(nodes=2, gpus_per_node=4, procs=4, seconds=3600)
     submission = Submission("digits-1", run, ("meshrun", "submit", "digits"), sys.executable, asked, rules_of(site))
     script(submission)                                   # `script` makes the text of job.sh from it
-    Submission.from_json(submission.to_json())           # submission.json keeps it
+    of_type(Submission, submission.to_json(), "it")      # submission.json keeps it
 
 Each thing that a user typed and that stands in the script is looked at here: what could be anything but a plain value
 there is refused.
@@ -147,28 +147,6 @@ class Submission:
             "sweep": [{"run": str(element.run), "values": element.values} for element in self.sweep],
             "rules": {**document["rules"], "environment": dict(document["rules"]["environment"])},
         }
-
-    @classmethod
-    def from_json(cls, document: Mapping[str, Any]) -> Submission:
-        resources, rules = document["resources"], document["rules"]
-        return cls(
-            **{
-                **document,
-                "run": Path(document["run"]),
-                "command": tuple(document["command"]),
-                "sweep": tuple(Element(Path(each["run"]), each["values"]) for each in document["sweep"]),
-                "resources": Resources(**{**resources, "more": tuple(resources["more"])}),
-                "rules": Rules(
-                    **{
-                        **rules,
-                        "modules": tuple(rules["modules"]),
-                        "sbatch": tuple(Line(**line) for line in rules["sbatch"]),
-                        "srun": tuple(Line(**line) for line in rules["srun"]),
-                        "environment": {name: Line(**line) for name, line in rules["environment"].items()},
-                    }
-                ),
-            }
-        )
 
 
 def rules_of(site: Site) -> Rules:

@@ -9,12 +9,13 @@ The launcher says who is gone before it signals those that are left, so a signal
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from meshrun import strict_json
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,9 @@ def word_of_the_launcher(memory: Path, generation: int, within: float = 0.0) -> 
     path, give_up = memory / f"dead-{generation}.json", time.monotonic() + within
     while True:
         try:
-            word = json.loads(path.read_text())
-            return Word(frozenset(word["ranks"]), bool(word["final"]))
+            word = strict_json.read(path)
+            ranks = strict_json.of_type(list[int], word.get("ranks"), "ranks")
+            return Word(frozenset(ranks), bool(word.get("final")))
         except (OSError, ValueError):
             if time.monotonic() >= give_up:
                 return None

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 
 from tests import warm
 
@@ -39,8 +40,8 @@ class Ended:
 
     @property
     def document(self) -> dict[str, Any]:
-        """Standard output, which must be one JSON document and nothing else."""
-        found: dict[str, Any] = json.loads(self.out)
+        """Standard output, which must be one JSON document and nothing else; NaN is no JSON."""
+        found: dict[str, Any] = json.loads(self.out, parse_constant=pytest.fail)
         return found
 
     @property
@@ -57,13 +58,13 @@ def meshrun(folder: Path, *words: object, launcher: Sequence[str] = MODULE) -> E
     return Ended(ran.returncode, ran.stdout, ran.stderr, time.time())
 
 
-def started(folder: Path, *words: object) -> subprocess.Popen[str]:
+def started(folder: Path, *words: object, command: Sequence[str] = MODULE) -> subprocess.Popen[str]:
     """Start the command in that folder, in a process group of its own as a shell would, and open to CTRL-C.
 
     Where the tests run in the background of a shell they ignore it, which the command would inherit.
     """
     return warm.Popen(
-        [*MODULE, *map(str, words)],
+        [*command, *map(str, words)],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -5,12 +5,15 @@ What Slurm or MPI would have set is set by hand, so that two nodes are two proce
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,8 +24,9 @@ import pytest
 
 from meshrun.cli.launcher import wanted_of
 from meshrun.config import RunConfig
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.launch import agents, secret
+from meshrun.launch import munge as credentials
 from meshrun.launch.agents import likely_port, ranks_to_start
 from meshrun.launch.head import Outcome
 from meshrun.launch.nodes import Blind, Hub, Unfit
@@ -133,23 +137,124 @@ def test_an_address_that_nobody_answers_at_is_a_left_over_and_is_read_again(tmp_
         agents.find_hub(world, tmp_path, ranks=2, patience=1)
 
 
-def test_a_node_that_does_not_see_the_runs_finds_the_first_node_all_the_same_and_both_know_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture
+def unseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    """The first node's hub, of a run whose secret is not to be seen, as on a node that does not have its disk."""
     monkeypatch.setattr(agents, "UNSEEN", 0.2)
     monkeypatch.setattr(secret, "SEEN_WITHIN", 0.2)
-    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    run = tmp_path / "run"
     run.mkdir()
-    first, second = (detect(of_task(node, job=str(os.getpid()))) for node in (0, 1))
+    first = detect(of_task(0, job=str(os.getpid())))
     hub = agents.open_hub(first, tmp_path, run, "127.0.0.1", None)
     assert hub.port == agents.likely_port(first.job)
-    (run / ".join").unlink()  # as on a machine where nothing is to be seen under that name
-    with ThreadPoolExecutor() as pool:
-        news = pool.submit(lambda: heard_by(hub, 30))
-        with pytest.raises(UserError, match=f"{socket.gethostname()} cannot see {run} of the run that it joins"):
-            agents.find_hub(second, elsewhere, ranks=2, patience=20)
-        assert news.result() == [Blind(socket.gethostname())]
+    (run / ".join").unlink()
+    yield hub
     hub.finish(Outcome())
+
+
+@pytest.mark.usefixtures("munge")
+def test_a_node_that_does_not_see_the_runs_finds_the_first_node_all_the_same_and_both_know_it(
+    unseen: Hub, tmp_path: Path
+):
+    with ThreadPoolExecutor() as pool:
+        news = pool.submit(lambda: heard_by(unseen, 30))
+        sentence = f"{socket.gethostname()} cannot see {tmp_path / 'run'} of the run that it joins"
+        with pytest.raises(UserError, match=sentence):
+            agents.find_hub(detect(of_task(1, job=str(os.getpid()))), tmp_path / "elsewhere", ranks=2, patience=20)
+        assert news.result() == [Blind(socket.gethostname())]
+
+
+@pytest.mark.usefixtures("no_munge")
+def test_where_nobody_signs_who_a_node_is_it_waits_for_the_first_one_which_does_not_believe_it(
+    unseen: Hub, tmp_path: Path
+):
+    with ThreadPoolExecutor() as pool:
+        news = pool.submit(lambda: heard_by(unseen, 2))
+        with pytest.raises(RunFailed, match="waited 2 s for the run's first node to write its address"):
+            agents.find_hub(detect(of_task(1, job=str(os.getpid()))), tmp_path / "elsewhere", ranks=2, patience=2)
+        assert news.result() == []
+
+
+def test_a_stranger_at_the_port_that_can_be_guessed_ends_no_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agents, "UNSEEN", 0.0)
+    monkeypatch.setattr(secret, "SEEN_WITHIN", 0.0)
+    world = detect(of_task(1, job=str(os.getpid())))
+    with socket.create_server(("127.0.0.1", agents.likely_port(world.job))) as rogue, ThreadPoolExecutor() as pool:
+
+        def talk() -> int:
+            answers = 0
+            with contextlib.suppress(OSError):
+                while True:
+                    with rogue.accept()[0] as connection:
+                        connection.sendall(b'{"run": "/rogue/run", "nonce": "n"}\n{"credential": "MUNGE:x:"}\n')
+                        answers += 1
+            return answers
+
+        answers = pool.submit(talk)
+        with pytest.raises(RunFailed, match="waited 2 s for the run's first node"):
+            agents.find_hub(world, tmp_path, ranks=2, patience=2)
+        rogue.shutdown(socket.SHUT_RDWR)
+        assert answers.result() > 0
+
+
+def said_blind(hub: Hub, credential: str | None) -> list[object]:
+    """The news of a hub that is told over one connection that a host does not see the run directory."""
+    with socket.create_connection(("127.0.0.1", hub.port), timeout=5) as who, ThreadPoolExecutor() as pool:
+        news = pool.submit(lambda: heard_by(hub, 1))
+        given = {} if credential is None else {"nonce": "n", "credential": credential}
+        who.sendall(json.dumps({"blind": "elsewhere", **given}).encode() + b"\n")
+        return news.result()
+
+
+@pytest.mark.usefixtures("munge")
+@pytest.mark.parametrize("credential", [None, "", "MUNGE:AwQFAADtle2S:", "x" * 100_000, "\udc80"])
+def test_a_stranger_who_says_that_a_node_does_not_see_the_run_is_not_believed(unseen: Hub, credential: str | None):
+    assert said_blind(unseen, credential) == []
+
+
+@pytest.mark.usefixtures("munge")
+def test_a_credential_holds_for_its_user_and_its_words_alone():
+    sent = credentials.credential("a", "b")
+    assert sent is not None and not credentials.is_own(sent, "a", "c")
+    again = credentials.credential("a", "b")
+    assert again is not None and credentials.is_own(again, "a", "b") and not credentials.is_own(again, "a", "b")
+    if os.getuid() == 0:
+        nobody = ["setpriv", "--reuid=65534", "--clear-groups", "munge", "--string", json.dumps(("a", "b"))]
+        foreign = subprocess.run(nobody, capture_output=True, text=True, check=True).stdout
+        assert foreign.startswith("MUNGE:") and not credentials.is_own(foreign, "a", "b")
+
+
+@pytest.fixture
+def munge(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A MUNGE service of this test's own, which its commands speak to."""
+    if not all(map(shutil.which, ("munged", "munge", "unmunge"))):
+        pytest.skip("MUNGE is not installed")
+    folder = Path(tempfile.mkdtemp(prefix="munge-", dir="/tmp"))  # other users must reach the socket
+    folder.chmod(0o755)
+    key = folder / "key"
+    key.write_bytes(os.urandom(1024))
+    key.chmod(0o400)
+    for name in ("munge", "unmunge"):
+        command = folder / "bin" / name
+        command.parent.mkdir(exist_ok=True)
+        command.write_text(f'#!/bin/sh\nexec {shutil.which(name)} --socket={folder}/socket "$@"\n')
+        command.chmod(0o755)
+    files = [f"--{name}-file={folder}/{name}" for name in ("key", "pid", "log", "seed")]
+    service = subprocess.Popen(
+        [shutil.which("munged") or "", "--foreground", f"--socket={folder}/socket", *files], stderr=subprocess.DEVNULL
+    )
+    monkeypatch.setenv("PATH", f"{folder}/bin:{os.environ['PATH']}")
+    wait_until((folder / "socket").exists, 30)
+    yield
+    service.terminate()
+    service.wait()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def no_munge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without MUNGE."""
+    monkeypatch.setenv("PATH", str(tmp_path))
 
 
 def test_a_node_that_cannot_take_part_tells_the_first_one_why(tmp_path: Path):
@@ -237,3 +342,17 @@ def test_where_the_first_node_cannot_begin_the_others_do_not_wait(tasks: Tasks):
     tasks.start(0, "run", "missing.py", "--procs", 2)
     second = tasks.start(1, "run", TINY, "--procs", 2)
     assert second.wait(60) == 1
+
+
+def test_credentials_are_for_this_user_and_long_ones_are_not_read(monkeypatch: pytest.MonkeyPatch):
+    asked: list[list[str]] = []
+    monkeypatch.setattr(credentials, "_answer", lambda command, _text: asked.append(command))
+    credentials.credential("blind")
+    assert asked == [["munge", f"--restrict-uid={os.getuid()}"]]
+    assert not credentials.is_own("x" * (credentials.LONGEST + 1), "blind") and len(asked) == 1
+
+
+def test_a_node_that_cannot_write_beside_the_runs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(SharedError, match=r"cannot make a run directory in .*Permission denied"):
+        agents._refuse_unwritable(tmp_path)

@@ -70,3 +70,8 @@ def test_a_run_that_was_removed_is_made_anew(tmp_path: Path):
     started(tmp_path, JOB)
     (tmp_path / "digits-1/config.json").unlink()
     assert started(tmp_path, again(JOB, 1)) == "digits-2"
+
+
+def test_the_words_of_the_command_do_not_make_another_run(tmp_path: Path):
+    assert started(tmp_path, JOB, command=("meshrun", "run", "digits")) == "digits-1"
+    assert started(tmp_path, again(JOB, 1), command=("meshrun", "run", "./digits.py")) == "digits-1"

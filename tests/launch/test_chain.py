@@ -14,8 +14,9 @@ import pytest
 from meshrun.cli.next import next_command
 from meshrun.config import RunConfig, RunDirectory, write_json
 from meshrun.errors import RunFailed, UserError
-from meshrun.launch.chain import Link, Record, Seen, decide
-from meshrun.launch.slurm import Job, Slurm, parsed
+from meshrun.launch.chain import Link, Record, Seen, decide, seen_of
+from meshrun.launch.reasons import explain, pending
+from meshrun.launch.slurm import Job, Slurm, is_preempted, parsed
 from meshrun.launch.submission import Resources, Rules, Submission
 from meshrun.world.rendezvous import publish
 
@@ -32,6 +33,7 @@ def chain(links: int = 5, *steps: int | None) -> Record:
 
 CASES: dict[str, tuple[Record, Seen, tuple[str, int], str]] = {
     "complete": (chain(), Seen(0, True, None, 100), ("complete", 0), "the training is complete"),
+    "complete without its checkpoint": (chain(), Seen(1, True, None, 100), ("complete", 1), "failed to keep all of it"),
     "complete though resume refused to go on": (chain(), Seen(2, True, None, 100), ("complete", 0), "complete"),
     "wrong option": (chain(), Seen(2, False, None, None), ("failed", 2), "failed with exit status 2"),
     "a rank failed": (chain(), Seen(1, False, None, 40), ("failed", 1), "failed with exit status 1"),
@@ -54,6 +56,8 @@ CASES: dict[str, tuple[Record, Seen, tuple[str, int], str]] = {
         ("over", 0),
         "stopped after step 40 of 100, .*; sbatch /runs/a-1/job.sh goes on, and --until-done would do so by itself",
     ),
+    "status 128 is of no signal": (chain(), Seen(128, False, None, 30), ("failed", 128), "failed with exit status 128"),
+    "status 129 is SIGHUP": (chain(), Seen(129, False, None, 30), ("next", 0), "link 2"),
     "cut off": (chain(), Seen(137, False, None, 30), ("next", 0), "cut off with all of step 30 saved .*; link 2"),
     "cut off without a chain": (chain(1), Seen(137, False, None, 30), ("over", 137), "cut off with all of step 30"),
     "cut off at once": (chain(), Seen(143, False, None, None), ("next", 0), "cut off before its first checkpoint"),
@@ -116,8 +120,16 @@ def test_decision(case: str):
 class Fake:
     """Slurm's commands, written down instead of run."""
 
-    def __init__(self, state: str = "RUNNING", reason: str = "None", requeues: int = 0, restarts: int = 0) -> None:
+    def __init__(
+        self,
+        state: str = "RUNNING",
+        reason: str = "None",
+        requeues: int = 0,
+        restarts: int = 0,
+        preempted: str = "None",
+    ) -> None:
         self.state, self.reason, self.requeues, self.restarts = state, reason, requeues, restarts
+        self.preempted = preempted
         self.calls: list[list[str]] = []
 
     def __call__(self, argv: Any, _env: Any) -> Any:
@@ -128,6 +140,7 @@ class Fake:
                 out = "\x1f".join(("7", "7", self.state, self.reason, "1:00", "2:00", "N/A", "1", "n1", "/runs/job.sh"))
             case "scontrol", "show":
                 out = f"JobId=7 JobState={self.state} Requeue=1 Restarts={self.restarts} BatchFlag=1"
+                out += f" PreemptTime={self.preempted}"
             case "scontrol", "requeue":
                 code = self.requeues
             case "sbatch", _:
@@ -176,6 +189,14 @@ def test_a_job_that_is_requeued_from_outside_just_now_is_not_cancelled_and_uses_
     record = Record.load(run.path)
     assert (record.links, record.ended, record.used) == ((), "", 1)
     assert "put back into the queue" in capsys.readouterr().out
+
+
+def test_a_preempted_job_goes_on_and_uses_no_link(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    slurm = Fake(preempted="2026-01-01T00:00:00")
+    assert after(run, slurm, monkeypatch) == 0
+    assert slurm.asked("scontrol") == [["scontrol", "requeue", "7"]]
+    record = Record.load(run.path)
+    assert (record.links, record.ended, record.used) == ((), "", 1)
 
 
 @pytest.mark.parametrize("by", ["clock", "signal", "slurm", "user"])
@@ -290,3 +311,61 @@ def test_lines_of_squeue_with_any_path_are_read():
 
     job = parsed(line)
     assert job == Job("8", "7_1", "PENDING", "Resources", "0:00", "1:00", "N/A", 2, "", Path("/a b/\x1f|c/job.sh"))
+
+
+def test_a_training_that_rests_has_done_what_it_was_asked_to_whatever_its_status():
+    rested = decide(chain(1), Seen(143, False, STOPPED, 40))
+    assert (rested.what, rested.status) == ("over", 0)
+    cut = decide(chain(1), Seen(143, False, None, 40))
+    assert (cut.what, cut.status) == ("over", 143)
+    by_user = decide(chain(5), Seen(0, False, STOPPED, 40, by_user=True))
+    assert (by_user.what, by_user.status) == ("over", 0)
+
+
+def test_how_a_run_stands_is_read_from_its_newest_checkpoint_and_its_stop(run: RunDirectory):
+    for name in ("step-00000008", "step-00000020", "step-00000020.1", "step-00000009", ".partial-step-00000099"):
+        (run.checkpoints / name).mkdir(parents=True)
+    run.stopped_file.unlink()
+    seen = seen_of(run, 137, False, False, False)
+    assert (seen.saved, seen.step, seen.complete, seen.by_user) == (20, 20, False, False)
+    write_json(run.path / "result.json", {"steps": 100})
+    assert seen_of(run, 0, False, False, False).complete
+    write_json(run.stopped_file, {**STOPPED, "by": "user"})
+    stopped = seen_of(run, 0, False, False, False)
+    assert (stopped.complete, stopped.step, stopped.by_user) == (False, 40, True), "the result is of an earlier end"
+
+
+def answering(out: str, error: str = "", code: int = 0) -> Slurm:
+    return Slurm(lambda argv, _env: subprocess.CompletedProcess(argv, code, out, error))
+
+
+def test_the_number_of_a_new_job_is_read_also_where_slurm_names_the_cluster():
+    assert answering("4711;juwels\n").submit(Path("job.sh")) == "4711"
+
+
+def test_a_job_that_slurm_has_forgotten_is_none_and_other_errors_are_told():
+    assert answering("", "slurm_load_jobs error: Invalid job id specified", 1).job("7") is None
+    with pytest.raises(RunFailed, match="squeue failed: Unable to contact"):
+        answering("", "Unable to contact slurm controller", 1).job("7")
+
+
+@pytest.mark.parametrize(("state", "over"), [("TIMEOUT", True), ("PREEMPTED", True), ("RUNNING", False)])
+def test_states_in_which_a_job_is_over(state: str, over: bool):
+    line = "\x1f".join(("7", "7", state, "None", "1:00", "2:00", "N/A", "1", "n1", "/runs/job.sh"))
+    assert parsed(line).over == over
+
+
+def test_a_job_is_preempted_where_slurm_says_when():
+    assert not any(is_preempted({"PreemptTime": word}) for word in ("None", "N/A", "Unknown"))
+    assert is_preempted({"PreemptTime": "2026-11-18T04:00:00"}) and not is_preempted({})
+
+
+def test_a_job_of_less_than_a_minute_is_refused():
+    with pytest.raises(UserError, match=r"\(--time\)"):
+        replace(ASKED, seconds=59)
+
+
+def test_the_longest_reason_that_fits_explains_why_a_job_waits():
+    assert "meshrun cancel" in pending("DependencyNeverSatisfied")
+    assert pending("Dependency") == "it waits for another job to end"
+    assert "--partition" in explain("sbatch: error: INVALID PARTITION specified: gpu")

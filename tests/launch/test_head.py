@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshrun.launch.head import BLIND, COMPLETE, LAST_CALL, LATE, Head, Member, Wanted
+from meshrun.launch.head import BLIND, COMPLETE, LAST_CALL, LATE, Head, Member, Outcome, Wanted
 from meshrun.launch.job import Seat, Verdict
 from meshrun.launch.ranks import Ended, Gone, Stop
 
@@ -302,7 +302,9 @@ def test_nodes_that_were_started_together_begin_together_and_the_late_one_is_nam
     run = expecting()
     run.tick(LATE + 1)
     assert not run.seats
-    assert run.told == [("note", {"text": "waiting for 1 more node (host-b) (--timeout)"})]
+    assert run.told == [
+        ("note", {"text": "waiting for 1 more node (host-b); all nodes must see runs/x-1 (--runs, --timeout)"})
+    ]
     run.join("b")
     run.tick()
     assert {seat.size for seat in run.seats.values()} == {4}
@@ -393,3 +395,16 @@ def test_a_layout_that_fits_all_nodes_only_waits_for_the_lost_one():
     run.head.join(Member("c", "host-b", 2), run.now)
     run.tick()
     assert run.seats["c"].size == 4
+
+
+def test_a_node_whose_ranks_of_an_earlier_start_are_gone_still_has_those_of_this_one():
+    run = Run(nodes=2)
+    run.ended("a", 1, -9)
+    run.gone("a", "b")
+    assert run.head.generation == 1
+    run.head.hear("a", Gone(0), run.now)
+    run.head.hear("b", Gone(0), run.now)
+    run.tick()
+    assert run.head.outcome is None, "the word is late: ranks of the second start are at work"
+    run.gone("a", "b")
+    assert run.head.outcome == Outcome()

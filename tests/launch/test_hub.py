@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import socket
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +20,11 @@ from meshrun.errors import RunFailed, UserError
 from meshrun.launch import nodes, secret, wire
 from meshrun.launch.head import Outcome
 from meshrun.launch.job import Verdict
-from meshrun.launch.nodes import Hub, Joined, Left, Said
+from meshrun.launch.nodes import Hub, Joined, Left, Said, Unfit
 from meshrun.launch.post import Post
 from meshrun.launch.ranks import Ended
+from meshrun.launch.secret import FIRST, JOINING, Handshake
+from meshrun.launch.wire import Wire
 from tests.launch.command import wait_until
 
 
@@ -28,14 +33,14 @@ class Open:
 
     def __init__(self, run: Path) -> None:
         self.run, self.hub, self.now = run, Hub(0, run), 0.0
-        self.knocked: list[socket.socket] = []
+        self.knocked: list[Wire] = []
 
-    def knock(self) -> socket.socket:
-        self.knocked.append(socket.create_connection(("127.0.0.1", self.hub.port), timeout=5))
+    def knock(self) -> Wire:
+        self.knocked.append(Wire(socket.create_connection(("127.0.0.1", self.hub.port), timeout=5)))
         self.news()
         return self.knocked[-1]
 
-    def news(self, seconds: float = 0.05) -> list[nodes.Joined | nodes.Left | nodes.Said | nodes.Asked | nodes.Blind]:
+    def news(self, seconds: float = 0.05) -> list[Any]:
         """All news of some real time, in which the hub's own clock stands still."""
         found, end = [], time.monotonic() + seconds
         while time.monotonic() < end:
@@ -43,20 +48,28 @@ class Open:
             time.sleep(0.005)
         return found
 
-    def say(
-        self, who: socket.socket, *documents: Any
-    ) -> list[nodes.Joined | nodes.Left | nodes.Said | nodes.Asked | nodes.Blind]:
-        who.sendall(b"".join(json.dumps(each).encode() + b"\n" for each in documents))
+    def say(self, who: Wire, *documents: Any) -> list[Any]:
+        for each in documents:
+            who.send(each)
         return self.news()
 
-    def hello(
-        self, who: socket.socket, **changes: Any
-    ) -> list[nodes.Joined | nodes.Left | nodes.Said | nodes.Asked | nodes.Blind]:
-        nonce = json.loads(who.recv(4096).splitlines()[0])["nonce"]
-        proof = secret.proof(secret.read(self.run), nonce)
-        return self.say(who, {"hello": "node7", "ranks": 2, "proof": proof, **changes})
+    def challenge(self, who: Wire) -> Handshake:
+        """The joining side of a handshake that the first node has begun."""
+        said = next(who.receive())
+        return Handshake(secret.read(self.run), said["run"], said["nonce"], secret.new_nonce())
 
-    def node(self) -> socket.socket:
+    def prove(self, who: Wire) -> None:
+        """Shake hands as a node does that reads the run directory."""
+        shaken = self.challenge(who)
+        assert self.say(who, {"nonce": shaken.answer, "proof": shaken.proof(JOINING)}) == []
+        assert shaken.is_proof(next(who.receive())["proof"], FIRST)
+        who.seal(own=shaken.key(JOINING), other=shaken.key(FIRST))
+
+    def hello(self, who: Wire, **changes: Any) -> list[Any]:
+        self.prove(who)
+        return self.say(who, {"hello": "node7", "ranks": 2, **changes})
+
+    def node(self) -> Wire:
         who = self.knock()
         (joined,) = self.hello(who)
         assert isinstance(joined, Joined) and (joined.member.host, joined.member.ranks) == ("node7", 2)
@@ -72,11 +85,11 @@ def door(tmp_path: Path) -> Iterator[Open]:
         each.close()
 
 
-def is_shown_out(who: socket.socket) -> bool:
+def is_shown_out(who: Wire) -> bool:
     """Whether the other side has closed the connection; what it had said before does not matter."""
-    who.settimeout(1)
+    who.socket.settimeout(1)
     try:
-        while who.recv(1 << 16):
+        while who.socket.recv(1 << 16):
             pass
     except ConnectionResetError:
         pass
@@ -94,6 +107,25 @@ def test_a_node_that_reads_the_run_directory_is_taken(door: Open):
     assert door.say(who, {"alive": 12}) == [] and door.hub.progress == 12
 
 
+@pytest.fixture
+def crowd() -> Iterator[None]:
+    """This process holds more descriptors than `select.select` can tell apart."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[1], 4096), limits[1]))
+    opened = [os.dup(0) for _ in range(1100)]
+    yield
+    for each in opened:
+        os.close(each)
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+@pytest.mark.usefixtures("crowd")
+def test_a_node_is_taken_and_heard_by_a_launcher_with_more_than_1023_descriptors(door: Open):
+    who = door.node()
+    assert door.hub.fds[-1] > 1023
+    assert door.say(who, {"alive": 7}) == [] and door.hub.progress == 7
+
+
 def test_the_secret_is_for_this_user_alone_new_for_each_launch_and_removed_at_the_end(tmp_path: Path):
     (tmp_path / ".join").write_text("old")
     (tmp_path / ".join").chmod(0o644)
@@ -105,21 +137,72 @@ def test_the_secret_is_for_this_user_alone_new_for_each_launch_and_removed_at_th
     assert len(first) == 64 and secret.make(tmp_path) != first
 
 
-@pytest.mark.parametrize(
-    "changes", [{"proof": ""}, {"proof": "\udc80"}, {"proof": 7}, {"ranks": 0}, {"ranks": "a"}, {"hello": "\udc80"}]
-)
-def test_who_cannot_prove_to_know_the_secret_is_no_rank(door: Open, changes: dict[str, Any]):
+@pytest.mark.parametrize("changes", [{"ranks": 0}, {"ranks": "a"}, {"hello": "\udc80"}, {"hello": "x" * 256}])
+def test_a_node_that_cannot_be_one_is_shown_out(door: Open, changes: dict[str, Any]):
     who = door.knock()
     assert door.hello(who, **changes) == []
     assert is_shown_out(who)
 
 
+@pytest.mark.parametrize("proof", ["", "\udc80", 7, None, "f" * 64])
+def test_who_cannot_prove_to_know_the_secret_is_shown_out(door: Open, proof: Any):
+    who = door.knock()
+    shaken = door.challenge(who)
+    assert door.say(who, {"nonce": shaken.answer, "proof": proof}) == [] and is_shown_out(who)
+
+
+@pytest.mark.parametrize(
+    ("changes", "role"), [({}, FIRST), ({"run": "/elsewhere"}, JOINING), ({"nonce": "another"}, JOINING)]
+)
+def test_a_proof_of_the_other_side_or_of_another_handshake_is_none(door: Open, changes: dict[str, str], role: str):
+    who = door.knock()
+    shaken = door.challenge(who)
+    proof = replace(shaken, **changes).proof(role)
+    assert door.say(who, {"nonce": shaken.answer, "proof": proof}) == [] and is_shown_out(who)
+
+
 def test_a_proof_cannot_be_used_again(door: Open):
     first, second = door.knock(), door.knock()
-    nonce = json.loads(first.recv(4096))["nonce"]
-    hello = {"hello": "node7", "ranks": 2, "proof": secret.proof(secret.read(door.run), nonce)}
-    assert door.say(second, hello) == [] and is_shown_out(second)
-    assert len(door.say(first, hello)) == 1
+    shaken = door.challenge(first)
+    proof = {"nonce": shaken.answer, "proof": shaken.proof(JOINING)}
+    assert door.say(second, proof) == [] and is_shown_out(second)
+    assert door.say(first, proof) == [] and not is_shown_out(first)
+
+
+def test_a_hello_without_the_code_of_its_sender_is_none_though_it_comes_with_a_right_proof(door: Open):
+    who = door.knock()
+    shaken = door.challenge(who)
+    proof = {"nonce": shaken.answer, "proof": shaken.proof(JOINING)}
+    who.socket.sendall(f'{json.dumps(proof)}\n{{"hello": "node7", "ranks": 2}}\n'.encode())
+    assert door.news() == [] and is_shown_out(who)
+
+
+@pytest.mark.parametrize(
+    "forge", [lambda _: b'{"alive": 9}\n', lambda line: line.replace(b": 5", b": 9"), lambda line: line + line]
+)
+def test_a_line_that_somebody_else_adds_changes_or_repeats_ends_the_connection(
+    door: Open, forge: Callable[[bytes], bytes]
+):
+    who = door.node()
+    network = who.socket
+    who.socket, heard = socket.socketpair()
+    who.send({"alive": 5})
+    line = heard.recv(1 << 16)
+    for each in (who.socket, heard):
+        each.close()
+    who.socket = network
+    network.sendall(forge(line))
+    assert [type(each) for each in door.news()] == [Left] and is_shown_out(who)
+    assert door.hub.progress in (0, 5)
+
+
+def test_words_of_a_node_reach_nobody_with_control_characters(door: Open):
+    who, other = door.node(), door.knock()
+    (said,) = door.say(who, {"fact": "Verdict", "rank": 1, "sentence": "a\x1b[2Jb", "action": "end"})
+    assert said.what.sentence == "a\\x1b[2Jb"
+    door.prove(other)
+    (unfit,) = door.say(other, {"unfit": "node8", "why": "\x1b]0;owned\x07"})
+    assert unfit == Unfit("node8", "\\x1b]0;owned\\x07")
 
 
 @pytest.mark.parametrize(
@@ -135,7 +218,7 @@ def test_a_proof_cannot_be_used_again(door: Open):
 )
 def test_strangers_who_say_something_else_are_shown_out_and_the_run_goes_on(door: Open, sent: bytes):
     who = door.knock()
-    who.sendall(sent)
+    who.socket.sendall(sent)
     assert door.news(0.2) == [] and is_shown_out(who)
     assert door.hub.progress == 0
     door.node()
@@ -145,10 +228,10 @@ def test_strangers_who_say_something_else_are_shown_out_and_the_run_goes_on(door
 def test_a_line_without_end_does_not_fill_the_memory(door: Open, member: bool):
     who = door.node() if member else door.knock()
     sent, left = 0, list[Any]()
-    who.settimeout(0.05)
+    who.socket.settimeout(0.05)
     for _ in range(200):
         try:
-            sent += who.send(b"x" * 65536)
+            sent += who.socket.send(b"x" * 65536)
         except TimeoutError:
             pass
         except OSError:
@@ -169,7 +252,7 @@ def test_a_line_without_end_does_not_fill_the_memory(door: Open, member: bool):
         {"fact": "Verdict", "rank": 1, "sentence": "s", "action": ["end"]},
         {"fact": "Verdict", "rank": 1, "sentence": 5, "action": "end"},
         {"alive": "a"},
-        {"hello": "node8", "ranks": 1, "proof": ""},
+        {"hello": "node8", "ranks": 1},
     ],
 )
 def test_a_node_that_says_what_cannot_be_understood_counts_as_lost(door: Open, fact: dict[str, Any]):
@@ -186,11 +269,20 @@ def test_strangers_cannot_keep_nodes_out(door: Open, monkeypatch: pytest.MonkeyP
     door.node()
 
 
+def test_strangers_push_out_no_node_that_has_proved_to_know_the_secret(door: Open, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(nodes, "STRANGERS", 3)
+    who = door.knock()
+    door.prove(who)
+    for _ in range(4):
+        door.knock()
+    assert len(door.say(who, {"hello": "node7", "ranks": 2})) == 1
+
+
 def test_strangers_who_never_say_hello_are_shown_out_though_they_keep_the_line_busy(door: Open):
     who = door.knock()
     for _ in range(3):
         door.now += nodes.SILENCE / 2
-        who.sendall(b"x")
+        who.socket.sendall(b"x")
         door.news()
     assert is_shown_out(who)
 
@@ -250,8 +342,8 @@ def test_signs_of_life_are_given_though_the_launcher_is_busy_with_something_else
     who = door.node()
     with wire.Beat(door.hub.beat):
         time.sleep(0.5)  # a disk that is away, say
-    who.settimeout(1)
-    assert who.recv(1 << 16).count(b'{"alive": true}') >= 3
+    who.socket.settimeout(1)
+    assert who.socket.recv(1 << 16).count(b'{"alive": true}') >= 3
 
 
 def test_a_node_asks_for_the_end_of_the_whole_run(door: Open):
@@ -260,8 +352,39 @@ def test_a_node_asks_for_the_end_of_the_whole_run(door: Open):
     assert [type(each) for each in door.say(who, {"fact": "Asked", "signal": 0})] == [Left]
 
 
-def test_a_node_that_cannot_see_the_run_may_say_so_without_the_secret(door: Open):
+@pytest.mark.parametrize("said", [{"hello": "node7", "ranks": 2}, {"unfit": "node7", "why": "no GPU"}])
+def test_who_has_proved_nothing_neither_joins_nor_ends_a_run(door: Open, said: dict[str, Any]):
     who = door.knock()
-    assert door.say(who, {"blind": "node7"}) == [nodes.Blind("node7")] and is_shown_out(who)
-    other = door.knock()
-    assert door.say(other, {"blind": "\u0007"}) == [] and is_shown_out(other)
+    assert door.say(who, said) == []
+    assert is_shown_out(who)
+
+
+def test_what_a_node_says_after_a_line_that_cannot_be_understood_is_not_heard(door: Open):
+    who = door.node()
+    (news,) = door.say(who, {"nonsense": 1}, {"fact": "Asked", "signal": 15})
+    assert isinstance(news, Left)
+
+
+def test_progress_is_that_of_the_node_which_is_farthest(door: Open):
+    ahead, behind = door.node(), door.node()
+    door.say(ahead, {"alive": 12})
+    door.say(behind, {"alive": 7})
+    assert door.hub.progress == 12
+
+
+def test_signs_of_life_are_for_members(door: Open):
+    stranger = door.knock()
+    next(stranger.receive())
+    door.hub.beat()
+    stranger.socket.settimeout(0.3)
+    with pytest.raises(TimeoutError):
+        stranger.socket.recv(1)
+
+
+def test_nodes_learn_that_a_run_has_failed_by_its_sentence_too(tmp_path: Path):
+    door = Open(tmp_path)
+    who = door.node()
+    door.hub.finish(Outcome(sentence="a node is missing"))
+    (over,) = [said for said in who.receive() if "over" in said]
+    assert over["failed"] and over["over"] == "a node is missing"
+    who.close()

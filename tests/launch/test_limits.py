@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +28,13 @@ def test_what_fits_is_not_refused():
     refuse(replace(ASKED, partition="short", seconds=300), None, PARTITIONS, known_all=True)
     refuse(replace(ASKED, partition="elsewhere"), SITE, PARTITIONS, known_all=False)
     refuse(replace(ASKED, partition="elsewhere"), None, (), known_all=True)
+
+
+@pytest.mark.parametrize(("change", "fits"), [({"seconds": 300}, True), ({"seconds": 301}, False)])
+def test_a_limit_itself_may_be_asked_for_and_no_more(change: dict[str, int], fits: bool):
+    asked = replace(ASKED, partition="short", **change)
+    with contextlib.nullcontext() if fits else pytest.raises(UserError, match="ends jobs after 00:05:00"):
+        refuse(asked, None, PARTITIONS, known_all=True)
 
 
 REFUSED: dict[str, tuple[dict[str, object], str]] = {

@@ -2,28 +2,72 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from meshrun import config
-from meshrun.config import RunDirectory
-from meshrun.errors import RunFailed
-from meshrun.launch.memory import Memory
+from meshrun.config import RunDirectory, memory_of_user
+from meshrun.launch.memory import LOCK, Memory
+from tests.launch.command import MODULE, meshrun
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_planted_link_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, there: bool):
+def link_to_nothing(usual: Path) -> None:
+    usual.symlink_to(usual.parent / "nothing")
+
+
+def link_to_a_folder(usual: Path) -> None:
+    (usual.parent / "target").mkdir()
+    usual.symlink_to(usual.parent / "target")
+
+
+def folder_of_another_user(usual: Path) -> None:
+    usual.mkdir(mode=0o777)
+    os.chown(usual, 65534, 65534)
+
+
+def folder_that_all_can_write_to(usual: Path) -> None:
+    usual.mkdir()
+    usual.chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    "plant",
+    [
+        link_to_nothing,
+        link_to_a_folder,
+        pytest.param(
+            folder_of_another_user, marks=pytest.mark.skipif(os.getuid() != 0, reason="root gives folders away")
+        ),
+        folder_that_all_can_write_to,
+        Path.touch,
+    ],
+)
+def test_another_place_is_used_where_somebody_has_taken_the_usual_one_and_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plant: Callable[[Path], None]
+):
     monkeypatch.setattr(config, "MEMORY", tmp_path / "shm")
-    of_user = RunDirectory(tmp_path / "run").memory_of("7").parent.parent
-    of_user.parent.mkdir()
-    target = tmp_path / "target"
-    if there:
-        target.mkdir()
-    of_user.symlink_to(target)
-    with pytest.raises(RunFailed, match="is not a folder"), Memory(RunDirectory(tmp_path / "run"), "7"):
-        pass
-    assert not there or not list(target.iterdir())
+    usual = memory_of_user()
+    usual.parent.mkdir()
+    plant(usual)
+    folder_of_another_user_or_file(usual.with_name(f"{usual.name}.0"))
+    with Memory(RunDirectory(tmp_path / "run"), "7") as memory, Memory(RunDirectory(tmp_path / "run"), "8") as other:
+        place = memory.path.parent.parent
+        assert place.parent == usual.parent and len(place.name) > len(usual.name) + 32
+        assert place.stat().st_mode & 0o077 == 0 and place.stat().st_uid == os.getuid()
+        assert RunDirectory(tmp_path / "run").memory_of("7") == memory.path and other.path.parent == memory.path.parent
+    assert memory_of_user() == place and list(place.iterdir()) == []
+    assert not usual.is_dir() or list(usual.iterdir()) == []
+
+
+def folder_of_another_user_or_file(path: Path) -> None:
+    """What somebody plants who knows how other places are named, but not which one will be taken."""
+    if os.getuid() == 0:
+        folder_of_another_user(path)
+    else:
+        path.touch()
 
 
 def test_a_folder_for_this_user_alone_is_there_until_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -32,3 +76,31 @@ def test_a_folder_for_this_user_alone_is_there_until_the_end(tmp_path: Path, mon
         with Memory(RunDirectory(tmp_path / "run"), "7") as memory:
             assert memory.path.parent.parent.stat().st_mode & 0o077 == 0
         assert not memory.path.exists()
+
+
+OWN_MEMORY = ("unshare", "--mount", "bash", "-c")
+"""Starts a command with a /dev/shm of its own, of eight megabytes."""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can mount file systems")
+@pytest.mark.parametrize("filled", ["", "head -c 9M /dev/zero >/dev/shm/fill;"])
+def test_a_full_memory_costs_a_run_nothing_that_has_a_checkpoint(tmp_path: Path, filled: str):
+    """It gets full while a rank is killed, or is full from the start."""
+    line = f'mount -t tmpfs -o size=8m none /dev/shm; {filled} exec "$@"'
+    launcher = (*OWN_MEMORY, line, "bash", *MODULE)
+    program = Path(__file__).parent / "programs" / "full_memory.py"
+    ended = meshrun(tmp_path, "run", program, "--procs", 2, "--checkpoint", 1, "--json", launcher=launcher)
+    assert ended.status == 0 and ended.document["steps"] == 8, ended.err
+    assert ("was killed by SIGKILL" in ended.err) == (not filled)
+
+
+def test_folders_of_launchers_that_live_stay_and_those_of_killed_ones_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(config, "MEMORY", tmp_path / "shm")
+    left = RunDirectory(tmp_path / "killed-1").memory_of("1")
+    with Memory(RunDirectory(tmp_path / "lives-1"), "1") as lives:
+        left.mkdir(parents=True)
+        (left / LOCK).touch()
+        with Memory(RunDirectory(tmp_path / "next-1"), "1"):
+            assert lives.path.is_dir() and not left.exists()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -15,11 +17,19 @@ import pytest
 
 from meshrun.errors import UserError
 from meshrun.launch.nodes import nodes_of
-from tests.launch.command import PROGRAMS, is_alive, meshrun, started, wait_until
+from tests.launch.command import MODULE, PROGRAMS, is_alive, meshrun, started, wait_until
 from tests.launch.test_local import free_port
 from tests.launch.test_restarts import Life, lives
 
 LOSING = str(PROGRAMS / "losing.py")
+CROWDED = """
+import os, resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+connections = [os.dup(2) for _ in range(1000)]
+from meshrun.cli.main import main
+main()
+"""
+"""`meshrun` in a process with the usual limit of 1,024 files that has opened 1,000, as the launcher of 1,000 ranks."""
 
 
 class Nodes:
@@ -30,11 +40,13 @@ class Nodes:
         self.launchers: list[subprocess.Popen[str]] = []
         self.ranks: set[int] = set()
 
-    def start(self) -> subprocess.Popen[str]:
+    def start(self, command: Sequence[str] = MODULE) -> subprocess.Popen[str]:
         """One more: the first leads, others join it."""
         where = ["--join", f"127.0.0.1:{self.port}"] if self.launchers else ["--port", self.port]
         words = ["--diary", self.folder / "diary", "--steps", 100_000, "--pause", 0.02, "--lives", 0, "--procs", 1]
-        self.launchers.append(started(self.folder, "run", LOSING, *words, "--nodes", self.nodes, *where))
+        self.launchers.append(
+            started(self.folder, "run", LOSING, *words, "--nodes", self.nodes, *where, command=command)
+        )
         return self.launchers[-1]
 
     def reach(self, size: int, after: float = 0.0) -> list[Life]:
@@ -90,6 +102,18 @@ def test_a_run_shrinks_when_a_node_is_killed_and_grows_when_one_comes(nodes: Nod
     host = socket.gethostname()
     assert f"node {host} with rank 1 was lost; all ranks are started again" in err
     assert f"now 2 nodes ({host}, {host}) with 2 ranks take part" in err
+
+
+@pytest.mark.every
+@pytest.mark.skipif(resource.getrlimit(resource.RLIMIT_NOFILE)[1] < 2048, reason="the hard limit of open files")
+def test_a_node_comes_back_to_a_launcher_with_more_than_1023_descriptors(nodes: Nodes):
+    first, second = nodes.start((sys.executable, "-c", CROWDED)), nodes.start()
+    nodes.reach(2)
+    assert max(int(each.name) for each in Path(f"/proc/{first.pid}/fd").iterdir()) > 1023
+    second.kill()
+    (alone,) = nodes.reach(1, after=time.time())
+    nodes.start()
+    nodes.reach(2, after=alone.began)
 
 
 def test_when_the_first_node_is_lost_the_others_end_and_say_how_to_go_on(nodes: Nodes):

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import signal
+import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from meshrun.errors import RunFailed
-from meshrun.launch import local, post
+from meshrun.config import RunDirectory
+from meshrun.errors import RunFailed, UserError
+from meshrun.launch import local, post, secret
 from meshrun.launch.head import Head, Member, Wanted
 from meshrun.launch.job import silent
 from meshrun.launch.node import Stopped
 from meshrun.launch.nodes import Asked
 from meshrun.launch.post import Post
 from meshrun.launch.ranks import Ended, Gone, Stop
+from meshrun.launch.wire import Wire
 from tests.launch.test_hub import Open, answering, door, serving  # noqa: F401 - fixtures
 
 
@@ -70,7 +75,7 @@ def test_one_ctrl_c_that_reaches_all_nodes_lets_ranks_finish_their_step():
     head = Head(0, Wanted(), silent)
     head.join(Member(local.ME, "host", 1), 0.0)
     head.tick(0.0)
-    local._run(head, node, Others(), 1, stopped, silent, lambda: "")  # type: ignore[arg-type]
+    local._run(head, node, Others(), SimpleNamespace(port=1), stopped, silent, lambda: "")  # type: ignore[arg-type]
     assert node.stops == [Stop(final=True)] and not node.busy
     assert not stopped.at_once
     stopped.note(signal.SIGINT)
@@ -141,3 +146,45 @@ def test_a_node_comes_back_to_the_same_run_only(answering: Open, tmp_path: Path)
     with pytest.raises(RunFailed, match=f"is {answering.run} and not {tmp_path}/another any more"):
         joined.again()
     joined.close()
+
+
+def test_who_does_not_prove_the_secret_is_no_first_node(tmp_path: Path):
+    secret.make(tmp_path)
+    ours, theirs = (Wire(each) for each in socket.socketpair())
+    theirs.send({"run": str(tmp_path), "nonce": "n"})
+    theirs.send({"proof": "0" * 64})
+    with pytest.raises(RunFailed, match="does not know the secret"):
+        post.prove(ours, "n1:1", time.monotonic() + 20)
+    for wire in (ours, theirs):
+        wire.close()
+
+
+@pytest.mark.parametrize("path", ["runs/a-1", "", "/" + "x" * 5000])
+def test_a_run_directory_that_cannot_be_one_is_refused(path: str):
+    with pytest.raises(RunFailed, match="that there cannot be"):
+        post.directory_named(path)
+
+
+@pytest.mark.parametrize("where", ["host", "host:x", ":1"])
+def test_an_address_without_a_host_or_a_port_is_refused(where: str):
+    with pytest.raises(UserError, match=r"\(--join\)"):
+        post.address_in(where)
+
+
+def test_a_result_is_the_end_of_a_run(tmp_path: Path):
+    ends = post.Ends(RunDirectory(tmp_path))
+    assert not ends.written()
+    (tmp_path / "result.json").touch()
+    assert ends.written()
+
+
+def test_a_first_node_whose_port_is_closed_for_some_time_is_not_called_any_more(monkeypatch: pytest.MonkeyPatch):
+    def refused() -> None:
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(post, "REFUSED", 0.3)
+    lost: Any = SimpleNamespace(again=refused)
+    never: Any = SimpleNamespace(reached=lambda: False)
+    began = time.monotonic()
+    assert post._found_again(lost, 60.0, Stopped(), never, lambda: False) is None
+    assert time.monotonic() - began < 30

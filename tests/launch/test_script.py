@@ -21,6 +21,7 @@ from meshrun.config import RunDirectory
 from meshrun.errors import UserError
 from meshrun.launch.script import OFFLINE, quoted, script
 from meshrun.launch.submission import Element, Resources, Submission
+from meshrun.strict_json import of_type
 from meshrun.world.sites import SHIPPED
 from tests.launch.command import wait_until
 
@@ -144,7 +145,7 @@ def test_a_job_is_named_in_letters_that_slurm_takes():
 def test_a_submission_comes_back_from_its_document():
     plan = planned([*WORDS["sweep"], "--site", "clariden", "--account", "x", "--sbatch=--mem=1G"])
     assert plan is not None
-    assert Submission.from_json(json.loads(json.dumps(plan.submission.to_json()))) == plan.submission
+    assert of_type(Submission, json.loads(json.dumps(plan.submission.to_json())), "it") == plan.submission
 
 
 def test_offline_switches_are_set_where_nodes_have_no_internet():

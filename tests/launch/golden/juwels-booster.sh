@@ -65,7 +65,7 @@ srun --export=ALL ls "$RUN/config.json" >/dev/null || status=$?
 if ((status != 0)); then
     echo "meshrun: the nodes named above cannot see $RUN; runs must be on a disk that all nodes share (--runs)" >&2
 else
-    srun "${STEP[@]}" "$PYTHON" -m meshrun resume "$RUN" &
+    srun "${STEP[@]}" "$PYTHON" -m meshrun resume "$RUN" --from-start &
     step=$!
     # A signal ends `wait`, and not the step: wait again, unless it was the step that ended.
     told=yes

@@ -1,0 +1,71 @@
+"""The secret of a run: from which directory and which file it is taken, and what it proves."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from meshrun.errors import UserError
+from meshrun.launch import secret
+from meshrun.launch.nodes import nodes_of
+from meshrun.launch.secret import FIRST, JOINING, Handshake
+
+
+def test_a_directory_that_every_user_may_write_to_holds_no_secret(tmp_path: Path):
+    made = secret.make(tmp_path)
+    assert secret.read(tmp_path) == made
+    tmp_path.chmod(0o777)
+    for use in (secret.read, secret.make):
+        with pytest.raises(UserError, match="may be written to by every user"):
+            use(tmp_path)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")
+def test_a_directory_or_a_secret_of_another_user_is_refused(tmp_path: Path):
+    secret.make(tmp_path)
+    os.chown(tmp_path / secret.NAME, 12345, -1)
+    with pytest.raises(UserError, match="must be a file that this user alone can read"):
+        secret.read(tmp_path)
+    os.chown(tmp_path, 12345, -1)
+    for use in (secret.read, secret.make):
+        with pytest.raises(UserError, match="belongs to another user, whose number is 12345"):
+            use(tmp_path)
+
+
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path):
+    secret.make(tmp_path)
+    (tmp_path / secret.NAME).chmod(0o640)
+    with pytest.raises(UserError, match="must be a file that this user alone can read"):
+        secret.read(tmp_path)
+
+
+def test_a_link_in_place_of_the_secret_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(secret, "SEEN_WITHIN", 0.0)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    secret.make(elsewhere)
+    (tmp_path / secret.NAME).symlink_to(elsewhere / secret.NAME)
+    with pytest.raises(secret.Unseen):
+        secret.read(tmp_path)
+
+
+def test_a_secret_that_a_file_system_shows_late_is_waited_for(tmp_path: Path):
+    late = threading.Timer(0.3, secret.make, [tmp_path])
+    late.start()
+    assert len(secret.read(tmp_path)) == 64
+    late.join()
+
+
+def test_each_role_has_a_key_and_a_proof_of_its_own():
+    shaken = Handshake(b"s" * 64, "/runs/a-1", "n", "m")
+    assert shaken.key(FIRST) != shaken.key(JOINING)
+    assert not shaken.is_proof(shaken.proof(FIRST), JOINING)
+
+
+@pytest.mark.parametrize("text", ["4:1", "0", "0:3", "2:", "x"])
+def test_a_number_of_nodes_that_cannot_be_is_refused(text: str):
+    with pytest.raises(UserError, match=r"\(--nodes\)"):
+        nodes_of(text)
