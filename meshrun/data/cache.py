@@ -18,6 +18,7 @@ import hashlib
 import mmap
 import os
 import shutil
+import stat
 import sys
 import tempfile
 import threading
@@ -30,6 +31,7 @@ from weakref import WeakValueDictionary, finalize
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrun.config import made_private
 from meshrun.errors import RunFailed
 
 Note = Callable[[str], None]
@@ -90,13 +92,13 @@ def cached(path: Path, note: Note | None = None) -> Path:
     key = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:12]
     # A name for each state of the file: file systems differ in how exactly they keep times.
     state = hashlib.sha256(f"{found.st_size} {found.st_mtime_ns}".encode()).hexdigest()[:8]
-    copy = folder / f"{path.stem}-{key}-{state}{path.suffix}"
-    _originals[copy] = path
-    if _is_whole(copy, found.st_size):
-        return copy
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / f".{key}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        own = _own_part(folder)
+        copy = own / f"{path.stem}-{key}-{state}{path.suffix}"
+        _originals[copy] = path
+        if _is_whole(copy, found.st_size):
+            return copy
+        lock = os.open(own / f".{key}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     except OSError as error:
         tell(_not_copied(path, folder, error.strerror or str(error)))
         return path
@@ -109,7 +111,7 @@ def cached(path: Path, note: Note | None = None) -> Path:
             return path
         os.pwrite(lock, b"copying", 0)
         _copy(path, copy, found, tell)
-        _remove_older(folder, f"{path.stem}-{key}-", copy)
+        _remove_older(own, f"{path.stem}-{key}-", copy)
         return copy
     except OSError as error:
         with contextlib.suppress(OSError):
@@ -120,11 +122,28 @@ def cached(path: Path, note: Note | None = None) -> Path:
         os.close(lock)
 
 
+def _own_part(folder: Path) -> Path:
+    """The folder itself, where only this user can write; else a folder of this user alone in it.
+
+    Who can write to a folder can put anything there under the name of a copy, or a link under the name of a lock.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid == os.getuid() and not found.st_mode & 0o022:
+        return folder
+    own = folder / f"meshrun-{os.getuid()}"
+    if not made_private(own):
+        raise OSError(errno.EPERM, f"others can write there, and {own} is not this user's alone")
+    return own
+
+
 def _is_whole(copy: Path, size: int) -> bool:
+    """Whether a file of this user with that size is there."""
     try:
-        return copy.stat().st_size == size
+        found = copy.lstat()
     except OSError:
         return False
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid() and found.st_size == size
 
 
 def _has_just_failed(lock: int) -> bool:

@@ -12,7 +12,6 @@ import base64
 import contextlib
 import errno
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -23,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from meshrun.config import write_json
+from meshrun import strict_json
+from meshrun.config import whole_number, write_json
 from meshrun.errors import RunFailed
 
 CHUNK = 1 << 20
@@ -152,8 +152,19 @@ def _attempt(url: str, part: Path, note: Path, told: Told) -> Sum:
     headers = {"User-Agent": "meshrun", "Accept-Encoding": "identity", **_credentials(url)}
     if had:
         headers |= {"Range": f"bytes={part.stat().st_size}-", "If-Range": had}
+
+    class Redirects(urllib.request.HTTPRedirectHandler):
+        """Follows a server that names another address, without the user's name and password unless it is its own."""
+
+        def redirect_request(self, request: Any, *answer: Any) -> Any:
+            new = super().redirect_request(request, *answer)
+            if new is not None and _server_of(new.full_url) != _server_of(request.full_url):
+                new.remove_header("Authorization")
+            return new
+
+    opener = urllib.request.build_opener(Redirects)
     try:
-        with urllib.request.urlopen(urllib.request.Request(_bare(url), headers=headers), timeout=PATIENCE) as answer:
+        with opener.open(urllib.request.Request(_bare(url), headers=headers), timeout=PATIENCE) as answer:
             return _received(answer, url, part, note, told)
     except urllib.error.HTTPError as error:
         if error.code == 416:  # what lies here is not the beginning of what is there
@@ -175,6 +186,12 @@ def _bare(url: str) -> str:
     """An address without the user's name and password, which Python would take for a part of the host's name."""
     parts = urllib.parse.urlsplit(url)
     return urllib.parse.urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+
+
+def _server_of(url: str) -> tuple[str, str | None, int | None]:
+    """Who gets what is sent to an address: scheme, host and port."""
+    parts = urllib.parse.urlsplit(url)
+    return parts.scheme, parts.hostname, parts.port or {"http": 80, "https": 443}.get(parts.scheme)
 
 
 def _credentials(url: str) -> dict[str, str]:
@@ -216,7 +233,13 @@ def _received(answer: Any, url: str, part: Path, note: Path, told: Told) -> Sum:
         if same and not same.startswith("W/"):
             write_json(note, {"url": shown(url), "same": same})
     announced = answer.headers["Content-Length"]
-    total = size + int(announced) if announced else None
+    length = whole_number(announced) if announced else None
+    if announced and length is None:
+        raise RunFailed(
+            f"{shown(url)} cannot be fetched: the server announces a Content-Length of {announced[:80]!r}, "
+            f"which is no number of bytes; give another address in stage_data"
+        )
+    total = None if length is None else size + length
     if total is not None and total - size > shutil.disk_usage(part.parent).free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     told.begin(part.name[1:-5], size, total)
@@ -236,7 +259,7 @@ def _received(answer: Any, url: str, part: Path, note: Path, told: Told) -> Sum:
 def _had(part: Path, note: Path) -> str | None:
     """What the server called the file whose beginning lies here; None where it cannot be gone on with."""
     try:
-        return str(json.loads(note.read_text())["same"]) if part.stat().st_size else None
+        return str(strict_json.loads(note.read_text())["same"]) if part.stat().st_size else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -39,7 +39,7 @@ class Reading:
     pin: bool = False
     collate: Collate | None = None
     seed: int = 0
-    """Of what the reading processes draw."""
+    """Of what the dataset draws from global generators, and of what the reading processes draw besides."""
     skip_bad: bool = False
     """Go on without samples that cannot be read."""
 
@@ -99,8 +99,8 @@ class Loader:
 
     def plan(self, step: int) -> Plan:
         """The global batch of a step, and this replica's micro-batches of it."""
-        ids, cut = self.order.batch_ids(step), self.reading.cut
-        return ids, [Wanted(piece, real, cut.equal) for piece, real in cut.of(ids, self.part, self.of)]
+        ids, cut, epoch = self.order.batch_ids(step), self.reading.cut, step // self.order.steps_per_epoch
+        return ids, [Wanted(piece, real, cut.equal, epoch) for piece, real in cut.of(ids, self.part, self.of)]
 
     def steps(self, start: int, stop: int) -> Generator[StepData, None, None]:
         """Every step from `start` up to `stop`, read ahead from now on."""
@@ -172,7 +172,7 @@ def _evaluated(pieces: list[Wanted], reads: Generator[Read, None, None]) -> Gene
 
 def _read(dataset: MapDataset, pieces: Iterator[Wanted], reading: Reading) -> Generator[Read, None, None]:
     """The batches of these samples, by other processes where there are any."""
-    samples = Samples(dataset, reading.collate, reading.skip_bad)
+    samples = Samples(dataset, reading.collate, reading.skip_bad, reading.seed)
     found = (measured(samples, piece) for piece in pieces)
     here = (read.pin_memory() for read in found) if reading.pin else found
     if not reading.workers or (reading.pin and is_decoded(dataset)):

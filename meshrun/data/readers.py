@@ -97,14 +97,16 @@ class _Told(Dataset[Read]):
             # One of ours: a class of the dataset's own may not be made of a sentence alone.
             kind = next(each for each in type(error).__mro__ if each.__module__ == UserError.__module__)
             return Read(None, error=(kind(str(error)), ""))
-        except Exception as error:
+        except KeyboardInterrupt:  # CTRL-C reaches the rank too
+            raise
+        except BaseException as error:  # also sys.exit() in the dataset, which would end the reader in silence
             sent = _as_sent(error)
             if sent is None:
                 raise
             return Read(None, error=(sent, "".join(traceback.format_exception(error))))
 
 
-def _as_sent(error: Exception) -> Exception | None:
+def _as_sent(error: BaseException) -> BaseException | None:
     """The error as another process gets it, with a note of the line where it was; None if that is another one."""
     try:
         pickle.dumps(error)

@@ -1,11 +1,15 @@
 """Whole batches by sample numbers: what a reader does for each micro-batch.
 
     samples = Samples(dataset, collate=None, skip_bad=True)
-    samples[Wanted([4, 7, 9], real=3)]          # Read(batch, ids=[4, 9], real=2, bad=((7, "…"),))
+    samples[Wanted([4, 7, 9], real=3, epoch=2)]     # Read(batch, ids=[4, 9], real=2, bad=((7, "…"),))
 
 A dataset that has `batch_of` makes the batch itself, where no collate is given. Whatever goes wrong in a dataset gets
 the sample's number. With `skip_bad`, samples that cannot be read are left out and told; the batch of a micro-batch
 that has no other samples is filled with one that can be read and does not count, as ranks must stay in step.
+
+A dataset may draw from Python's, NumPy's or torch's global generator. The first batch that does is read again, sample
+by sample, and so are all batches after it: the generators are seeded by (seed, epoch, sample) before each `data[i]`,
+and put back after the batch. A collate function that draws gets a seed of its batch, which depends on the mesh.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from typing import Any
 from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
+from meshrun.data import seeding
 from meshrun.data.sending import unpacked
 from meshrun.errors import BadSample, RunFailed, UserError, is_of_machine
 from meshrun.experiment import MapDataset
@@ -35,6 +40,8 @@ class Wanted:
     real: int
     equal: bool = False
     """Whether it must have that many rows, also without bad samples."""
+    epoch: int | None = None
+    """The epoch of the training; None in evaluation."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +68,7 @@ class Read:
     real: int = 0
     bad: tuple[tuple[int, str], ...] = ()
     """Samples that were left out, and why."""
-    error: tuple[Exception, str] | None = None
+    error: tuple[BaseException, str] | None = None
     """Instead of a batch: what another process has met, and how it came to it."""
     effort: Effort = NO_EFFORT
 
@@ -77,41 +84,70 @@ class Read:
 class Samples(Dataset[Read]):
     """The user's dataset, a batch at a time."""
 
-    def __init__(self, dataset: MapDataset, collate: Collate | None = None, skip_bad: bool = False) -> None:
-        self.dataset, self.skip_bad = dataset, skip_bad
+    def __init__(
+        self, dataset: MapDataset, collate: Collate | None = None, skip_bad: bool = False, seed: int = 0
+    ) -> None:
+        self.dataset, self.skip_bad, self.seed = dataset, skip_bad, seed
+        self.draws = False
+        """Whether a batch was seen to draw from a global generator."""
         self._collate = collate or default_collate
         self._whole: Callable[[list[int]], Any] | None = getattr(dataset, "batch_of", None) if collate is None else None
         self._many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
 
     def __getitem__(self, wanted: Wanted) -> Read:
+        if not self.draws:
+            before = seeding.snapshot()
+            try:
+                read = self._read(wanted)
+            except Exception:
+                if before.same(seeding.snapshot()):
+                    raise
+            else:
+                if before.same(seeding.snapshot()):
+                    return read
+            before.restore()
+            self.draws = True
+        with seeding.put_back():
+            return self._read(wanted)
+
+    def _read(self, wanted: Wanted) -> Read:
         try:
-            return Read(self._batch(wanted.ids))
+            return Read(self._batch(wanted.ids, wanted.epoch))
         except Exception as error:
             if not (self.skip_bad and _can_be_skipped(error)):
                 raise
             return self._without_bad(wanted, error)
 
-    def _batch(self, ids: list[int]) -> Any:
+    def _batch(self, ids: list[int], epoch: int | None) -> Any:
+        if self.draws:
+            return self._collated([self._one(number, epoch) for number in ids], ids, epoch)
         if self._whole is not None:
-            return self._noted(self._whole, ids)
+            return self._noted(self._whole, ids, epoch)
         if self._many is not None:
-            return self._collate(self._noted(self._many, ids))
-        return self._collate([self._one(number) for number in ids])
+            return self._collate(self._noted(self._many, ids, epoch))
+        return self._collate([self._one(number, epoch) for number in ids])
 
-    def _noted(self, read: Callable[[list[int]], Any], ids: list[int]) -> Any:
+    def _collated(self, samples: list[Any], ids: list[int], epoch: int | None) -> Any:
+        if self.draws:
+            seeding.seed_for(self.seed, epoch, ids)
+        return self._collate(samples)
+
+    def _noted(self, read: Callable[[list[int]], Any], ids: list[int], epoch: int | None) -> Any:
         try:
             return read(ids)
-        except Exception as error:
+        except BaseException as error:
             if not self.skip_bad and _can_be_skipped(error) and not isinstance(error, BadSample):
                 for number in ids:  # one of them, which the user wants to know
-                    self._one(number)
+                    self._one(number, epoch)
             error.add_note(f"while reading samples {', '.join(map(str, ids))}")
             raise
 
-    def _one(self, number: int) -> Any:
+    def _one(self, number: int, epoch: int | None) -> Any:
+        if self.draws:
+            seeding.seed_for(self.seed, epoch, number)
         try:
             return self.dataset[number]
-        except Exception as error:
+        except BaseException as error:
             hint = "" if self.skip_bad or not _can_be_skipped(error) else " (--skip-bad-samples goes on without such)"
             error.add_note(f"while reading sample {number}{hint}")
             raise
@@ -121,7 +157,7 @@ class Samples(Dataset[Read]):
         found: dict[int, Any] = {}
         bad: dict[int, str] = {}
         for number in wanted.ids[: wanted.real]:
-            sample, why = self._tried(number)
+            sample, why = self._tried(number, wanted.epoch)
             if why is None:
                 found[number] = sample
             else:
@@ -129,29 +165,32 @@ class Samples(Dataset[Read]):
         good = [number for number in wanted.ids[: wanted.real] if number in found]
         short = len(wanted.ids) - len(good) if wanted.equal else int(not good)
         if short and not good:
-            filler, found[filler] = self._some(wanted.ids[-1])
+            filler, found[filler] = self._some(wanted.ids[-1], wanted.epoch)
         elif short:
             filler = good[-1]
         ids = good + [filler] * short if short else good
         if ids == wanted.ids:
             raise error  # each can be read, but not all of them together
-        batch = self._batch(ids) if self._whole is not None else self._collate([found[number] for number in ids])
+        if self._whole is not None:
+            batch = self._batch(ids, wanted.epoch)
+        else:
+            batch = self._collated([found[number] for number in ids], ids, wanted.epoch)
         return Read(batch, ids, len(good), tuple(bad.items()))
 
-    def _tried(self, number: int) -> tuple[Any, str | None]:
+    def _tried(self, number: int, epoch: int | None) -> tuple[Any, str | None]:
         """A sample, or why there is none."""
         try:
-            return self._one(number), None
+            return self._one(number, epoch), None
         except Exception as error:
             if not _can_be_skipped(error):
                 raise
             return None, _why(error)
 
-    def _some(self, near: int) -> tuple[int, Any]:
+    def _some(self, near: int, epoch: int | None) -> tuple[int, Any]:
         """The next sample that can be read."""
         why: str | None = None
         for number in range(near + 1, near + 1 + min(TRIES, len(self.dataset))):
-            sample, why = self._tried(number % len(self.dataset))
+            sample, why = self._tried(number % len(self.dataset), epoch)
             if why is None:
                 return number % len(self.dataset), sample
         raise UserError(
@@ -160,13 +199,13 @@ class Samples(Dataset[Read]):
         )
 
 
-def _can_be_skipped(error: Exception) -> bool:
+def _can_be_skipped(error: BaseException) -> bool:
     """Whether an error is the sample's own: not the machine's, and none that every other sample would meet too."""
     if is_of_machine(error):  # other ranks of the mesh may have read it
         return False
     if isinstance(error, UserError):
         return isinstance(error, BadSample)
-    return not isinstance(error, MemoryError | RunFailed)
+    return isinstance(error, Exception) and not isinstance(error, MemoryError | RunFailed)
 
 
 def _why(error: Exception) -> str:

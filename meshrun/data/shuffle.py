@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
+from meshrun.config import whole_number
 from meshrun.errors import UserError
 
 Kind = Literal["full", "window", "length", "none"]
@@ -35,7 +36,7 @@ class Shuffle:
     def parse(cls, text: str) -> Shuffle:
         """`full`, `window`, `window:SAMPLES`, `length`, `length:BATCHES` or `none`."""
         kind, colon, size = text.partition(":")
-        number = int(size) if size.isascii() and size.isdigit() else 0
+        number = whole_number(size) or 0
         sized = kind in ("window", "length")
         if kind not in get_args(Kind) or (colon and not (sized and number)):
             raise UserError(

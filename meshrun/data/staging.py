@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import datetime
 import fcntl
-import json
 import os
 import socket
 import sys
@@ -30,6 +29,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 
+from meshrun import strict_json
 from meshrun.config import DATA, write_json
 from meshrun.data.download import CHUNK, Quiet, Sum, Told, fetch, shown, sum_of, unwritable
 from meshrun.errors import UserError
@@ -165,8 +165,7 @@ class Stage:
         self._record(name, sum_of(path, self._told), str(source.resolve()))
 
     def _path(self, name: str, asked: str) -> Path:
-        parts = PurePosixPath(name).parts
-        if not parts or name.startswith("/") or ".." in parts or name == LIST or any(map(_is_control, name)):
+        if not _is_inside(name):
             raise UserError(f"{asked} would be called {name!r} here; give it a plain name (name=…)")
         return self.folder / name
 
@@ -232,16 +231,26 @@ def verified(folder: Path, told: Told | None = None) -> list[str]:
 def read_list(folder: Path) -> dict[str, Staged]:
     """The files that were staged in a folder, by name; none where there is no list."""
     try:
-        document = json.loads((folder / LIST).read_text())
-        if document["format"] > FORMAT:
+        document = strict_json.read(folder / LIST)
+        if strict_json.of_type(int, document.get("format"), "format") > FORMAT:
             raise UserError(
                 f"{folder / LIST} is of a newer meshrun; use that one, or stage into another folder (--data)"
             )
-        return {each["name"]: Staged(**each) for each in document["files"]}
+        files = strict_json.of_type(list[Staged], document.get("files"), "files")
+        if wrong := next((each.name for each in files if not _is_inside(each.name)), None):
+            raise ValueError(f"it names {wrong!r}, which lies outside of the folder")
+        return {each.name: each for each in files}
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder / LIST} cannot be read ({error}); remove it, and stage again") from None
+
+
+def _is_inside(name: str) -> bool:
+    """Whether a name is that of a file in the folder, other than its list."""
+    parts = PurePosixPath(name).parts
+    outside = not parts or name.startswith("/") or ".." in parts
+    return not outside and name != LIST and not any(map(_is_control, name))
 
 
 _place: Place | None = None

@@ -133,7 +133,7 @@ def _form_to_group(loader: Loader, data: StepData) -> Form | None:
 
 def _together(loader: Loader, form: Form, steps: range) -> Generator[Group, None, None]:
     alone = Loader(loader.dataset, loader.order, loader.part, loader.of, replace(loader.reading, workers=0))
-    samples = Samples(loader.dataset, None, loader.reading.skip_bad)
+    samples = Samples(loader.dataset, None, loader.reading.skip_bad, loader.reading.seed)
     epoch = loader.order.steps_per_epoch
     while steps:
         plans = _plans(loader, steps[: epoch - steps[0] % epoch], form.most)
@@ -165,7 +165,7 @@ def _plans(loader: Loader, steps: range, most: int) -> list[Plan]:
 def _read(samples: Samples, plans: list[Plan]) -> Read:
     ids = [number for _, (piece,) in plans for number in piece.ids]
     try:
-        return measured(samples, Wanted(ids, len(ids)))
+        return measured(samples, Wanted(ids, len(ids), epoch=plans[0][1][0].epoch))
     except Exception:  # of shapes that do not go together, or what one of the steps will meet by itself
         return Read(None)
 

@@ -21,8 +21,12 @@ class Server:
         self.cut_after: int | None = None
         self.statuses: list[int] = []
         """Answered first, one a request."""
+        self.redirects: dict[str, str] = {}
+        """Addresses that are answered for a path."""
         self.named = True
         """Whether files have an ETag, without which a beginning cannot be gone on with."""
+        self.goes_on_from: int | None = None
+        """Where the next answer to a Range begins, whatever was asked for."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -38,6 +42,12 @@ class Server:
         path, wanted = request.path.lstrip("/").partition("?")[0], request.headers["Range"]
         self.asked.append((path, wanted))
         self.authorization = request.headers["Authorization"]
+        if path in self.redirects:
+            request.send_response(302)
+            request.send_header("Location", self.redirects[path])
+            request.send_header("Content-Length", "0")
+            request.end_headers()
+            return
         data = self.files.get(path)
         if self.statuses or data is None:
             request.send_error(self.statuses.pop(0) if self.statuses else 404)
@@ -45,7 +55,8 @@ class Server:
         tag = f'"{hashlib.md5(data).hexdigest()}"'
         start = 0
         if wanted and request.headers["If-Range"] == tag:
-            start = int(wanted.removeprefix("bytes=").rstrip("-"))
+            start = int(wanted.removeprefix("bytes=").rstrip("-")) if self.goes_on_from is None else self.goes_on_from
+            self.goes_on_from = None
             if start >= len(data):
                 request.send_error(416)
                 return

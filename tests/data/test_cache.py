@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import resource
+import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -47,9 +48,11 @@ def test_one_copy_however_many_ask_for_it(original: Path, tmp_path: Path, places
 def test_a_file_that_was_written_anew_is_copied_anew(original: Path, tmp_path: Path, places: list[str]):
     cache.use(tmp_path / "node", None, places.append)
     old = cache.cached(original)
-    original.write_bytes(b"other")
-    new = cache.cached(original)
-    assert new.read_bytes() == b"other" and not old.exists()
+    for content in (b"other", b"again"):  # of equal length, so that only the time of writing tells them apart
+        original.write_bytes(content)
+        new = cache.cached(original)
+        assert new.read_bytes() == content and not old.exists()
+        old = new
 
 
 def test_a_disk_that_is_full_is_told_once_and_the_file_itself_read(
@@ -100,6 +103,16 @@ def test_a_file_that_changes_while_it_is_copied_fails_the_run(
         cache.cached(original)
 
 
+def test_half_a_copy_is_not_taken_for_the_file(
+    original: Path, tmp_path: Path, places: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    cache.use(tmp_path / "node", None, places.append)
+    monkeypatch.setattr(cache.shutil, "copyfile", lambda source, to: to.write_bytes(source.read_bytes()[:1000]))
+    assert cache.cached(original) == original
+    assert "only 1000 of 300000 bytes arrived" in places[0]
+    assert not [each.name for each in (tmp_path / "node").iterdir() if "train" in each.name]
+
+
 def test_what_a_forked_process_writes_is_seen_here():
     kept = cache.shared("squares", 64)
     assert not kept.bytes.any()
@@ -118,8 +131,14 @@ def test_in_a_folder_of_the_node_all_who_ask_get_the_same_memory(tmp_path: Path,
     def write(number: int) -> None:
         cache.shared("ranks", 16).bytes[number] = number + 1
 
-    forked(2, write)
+    before = os.umask(0)
+    try:
+        forked(2, write)
+    finally:
+        os.umask(before)
     assert cache.shared("ranks", 16).bytes[:3].tolist() == [1, 2, 0] and places == []
+    (file,) = (tmp_path / "memory").iterdir()
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
 def test_memory_of_the_node_without_room_is_each_ones_own(
@@ -163,3 +182,51 @@ def _has(kept: cache.Shared, number: int) -> bool:
 
 def test_free_memory_is_a_number_of_this_machine():
     assert 1 << 20 < cache.free_memory() < 1 << 50
+
+
+@pytest.fixture
+def shared_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    return folder
+
+
+def test_in_a_folder_that_others_can_write_to_copies_are_in_one_of_this_user_alone(
+    original: Path, shared_folder: Path, places: list[str]
+):
+    cache.use(shared_folder, None, places.append)
+    copy = cache.cached(original)
+    assert copy.parent == shared_folder / f"meshrun-{os.getuid()}"
+    assert stat.S_IMODE(copy.parent.stat().st_mode) == 0o700
+    assert copy.read_bytes() == original.read_bytes() and places == []
+
+
+def test_what_another_user_has_planted_is_neither_read_nor_written(
+    original: Path, shared_folder: Path, tmp_path: Path, places: list[str]
+):
+    """The folder of this user's name is a link of another's making, or belongs to another."""
+    target = tmp_path / "precious"
+    target.mkdir()
+    own = shared_folder / f"meshrun-{os.getuid()}"
+    own.symlink_to(target)
+    cache.use(shared_folder, None, places.append)
+    assert cache.cached(original) == original
+    assert list(target.iterdir()) == [] and f"{own} is not this user's alone" in places[0]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of others")
+def test_a_copy_or_lock_of_another_user_is_not_believed(original: Path, tmp_path: Path, places: list[str]):
+    cache.use(tmp_path / "mine", None, places.append)
+    copy = cache.cached(original)
+    copy.write_bytes(bytes(original.stat().st_size))
+    os.chown(copy, 65534, 65534)
+    assert cache.cached(original).read_bytes() == original.read_bytes()
+    victim = tmp_path / "precious"
+    victim.write_text("my thesis")
+    (lock,) = (tmp_path / "mine").glob(".*.lock")
+    lock.unlink()
+    lock.symlink_to(victim)
+    copy.unlink()
+    assert cache.cached(original) == original
+    assert victim.read_text() == "my thesis" and "--cache" in places[0]

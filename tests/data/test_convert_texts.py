@@ -285,7 +285,11 @@ def test_an_input_that_changes_meanwhile_ends_the_conversion(folder: Path):
     file = folder / "1790" / "00.txt"
     listed = Input("1790/00.txt", file.stat().st_size, file.stat().st_mtime_ns)
     opened(folder, listed).close()
+    os.utime(file, ns=(listed.changed, listed.changed + 1))  # as if it was written anew, as long as before
+    with pytest.raises(RunFailed, match=r"00\.txt has changed while it was being converted"):
+        opened(folder, listed)
     file.write_text("Something else.")
+    os.utime(file, ns=(listed.changed, listed.changed))
     with pytest.raises(RunFailed, match=r"00\.txt has changed while it was being converted"):
         opened(folder, listed)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import struct
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "rows": {"chunks": (1, 3, 6, 5)},
     "split": {"chunks": (8, 3, 3, 5)},
     "gzip": {"chunks": (8, 3, 6, 5), "compression": "gzip"},
+    "shuffled": {"chunks": (8, 3, 6, 5), "compression": "gzip", "shuffle": True, "dtype": ">f8"},
+    "packed parts": {"chunks": (8, 2, 6, 5), "compression": "gzip", "shuffle": True, "dtype": "f4"},
     "lzf": {"chunks": (7, 3, 6, 5), "compression": "lzf", "shuffle": True},
     "checked": {"chunks": (16, 3, 6, 5), "fletcher32": True},
     "half": {"dtype": "f2"},
@@ -39,6 +43,13 @@ KINDS: dict[str, dict[str, Any]] = {
     "words": {"dtype": "u2", "chunks": (9, 3, 6, 5)},
     "virtual": {},
     "external": {},
+}
+DTYPES = {
+    "half": torch.float16,
+    "double": torch.float32,
+    "shuffled": torch.float32,
+    "packed parts": torch.float32,
+    "words": torch.int32,
 }
 FROM_THE_FILE = {"contiguous", "chunked", "rows", "half", "double", "words"}
 
@@ -81,8 +92,7 @@ def test_rows_are_those_that_h5py_gives(path: Path, kind: str, monkeypatch: pyte
     same()
     assert (data.batch_of(list(range(COUNT)))[0].numpy() == IMAGES).all()
     assert (pickle.loads(pickle.dumps(data))[100][0].numpy() == IMAGES[100]).all()
-    wanted = {"half": torch.float16, "double": torch.float32, "words": torch.int32}.get(kind, torch.uint8)
-    assert data[0][0].dtype == wanted and data[0][1].dtype == torch.int64
+    assert data[0][0].dtype == DTYPES.get(kind, torch.uint8) and data[0][1].dtype == torch.int64
     with pytest.raises(IndexError):
         data[COUNT]
 
@@ -185,6 +195,16 @@ def test_encoded_images_are_decoded_and_bad_ones_named(encoded: Path):
         Hdf5(encoded, "train")
 
 
+def test_offsets_that_fall_or_lie_outside_are_refused(encoded: Path):
+    with h5py.File(encoded) as file:
+        right = file["train/offsets"][()]
+    for place, value in ((2, right[1] - 1), (0, -1), (5, right[5] + 1)):
+        with h5py.File(encoded, "r+") as file:
+            file["train/offsets"][()] = np.where(np.arange(6) == place, value, right)
+        with pytest.raises(UserError, match=r"/train/offsets does not fit .*/train/bytes: it must rise from 0 to"):
+            Hdf5(encoded, "train", size=4)
+
+
 def test_a_chunk_that_cannot_be_unpacked_is_a_bad_sample(path: Path, tmp_path: Path):
     broken = tmp_path / "broken.h5"
     broken.write_bytes(path.read_bytes())
@@ -241,6 +261,75 @@ def test_datasets_of_a_wrong_kind_are_refused(tmp_path: Path, make: Callable[[],
     assert says in refusal(tmp_path / "w.h5")
 
 
+@pytest.mark.parametrize(
+    ("skipped", "stored", "why"),
+    [
+        (0, zlib.compress(b"x" * 9), "unpacks to 9 bytes instead of 720"),
+        (0, zlib.compress(b"x" * 800), "unpacks to other than 720 bytes"),
+        (0, zlib.compress(b"x" * 720)[:-1], "unpacks to other than 720 bytes"),
+        (1, b"x" * 719, "unpacks to 719 bytes instead of 720"),
+        (1, b"x" * 721, "unpacks to 721 bytes instead of 720"),
+    ],
+    ids=["short", "long", "cut off", "not packed, short", "not packed, long"],
+)
+def test_a_packed_chunk_that_is_no_whole_chunk_is_refused(tmp_path: Path, skipped: int, stored: bytes, why: str):
+    """HDF5's own library returns memory that nobody wrote for what is missing."""
+    with h5py.File(tmp_path / "short.h5", "w") as file:
+        images = file.create_dataset("images", data=IMAGES, chunks=(8, 3, 6, 5), compression="gzip")
+        images.id.write_direct_chunk((16, 0, 0, 0), stored, skipped)
+        file["labels"] = LABELS
+    data = Hdf5(tmp_path / "short.h5")
+    np.testing.assert_array_equal(data.batch_of([15, 24])[0], IMAGES[[15, 24]])
+    with pytest.raises(BadSample, match=rf"sample 17 .* \(a chunk {why}\)"):
+        data.batch_of([17])
+
+
+@pytest.mark.parametrize(
+    ("options", "right", "wrong", "why"),
+    [
+        ({}, (IMAGES.nbytes,), (192,), "/images has 192 bytes instead of 9,090"),
+        ({"chunks": (8, 3, 6, 5)}, (16, 0, 0, 0), (16, 0, 0, 5), r"a chunk of 720 bytes at \(16, 0, 0, 5\)"),
+        ({"chunks": (8, 3, 6, 5)}, (16, 0, 0, 0), (8, 0, 0, 0), "/images has a chunk twice"),
+        ({"chunks": (8, 3, 6, 5)}, (16, 0, 0, 0), (800, 0, 0, 0), "a chunk of 720 bytes at"),
+    ],
+    ids=["too few bytes", "outside of a row", "twice", "outside of all rows"],
+)
+def test_an_index_of_places_that_cannot_be_right_is_refused(
+    tmp_path: Path, options: dict[str, Any], right: tuple[int, ...], wrong: tuple[int, ...], why: str
+):
+    """HDF5's own library believes it, and returns memory that nobody wrote for some of the rows."""
+    path = tmp_path / "index.h5"
+    with h5py.File(path, "w") as file:
+        images = file.create_dataset("images", data=IMAGES, **options)
+        file["labels"] = LABELS
+        # An entry for a chunk begins with its size and with the filters that were left out.
+        head = struct.pack("<II", 720, 0) if options else struct.pack("<Q", images.id.get_offset())
+    before, after = (head + struct.pack(f"<{len(each)}Q", *each) for each in (right, wrong))
+    content = path.read_bytes()
+    assert content.count(before) == 1
+    path.write_bytes(content.replace(before, after))
+    with pytest.raises(UserError, match=f"is damaged: .*{why}"):
+        Hdf5(path)
+
+
+def test_labels_whose_packed_chunk_is_too_short_are_refused(tmp_path: Path):
+    with h5py.File(tmp_path / "short.h5", "w") as file:
+        file["images"] = IMAGES
+        labels = file.create_dataset("labels", data=LABELS, chunks=(50,), compression="gzip")
+        labels.id.write_direct_chunk((50,), zlib.compress(LABELS[:49].tobytes()))
+    with pytest.raises(UserError, match="is damaged: a chunk unpacks to 392 bytes instead of 400"):
+        Hdf5(tmp_path / "short.h5")
+
+
+def test_chunks_that_were_never_written_or_that_no_filter_packed_are_read(tmp_path: Path):
+    with h5py.File(tmp_path / "sparse.h5", "w") as file:
+        images = file.create_dataset("images", IMAGES.shape, "u1", chunks=(8, 3, 6, 5), compression="gzip", fillvalue=7)
+        images.id.write_direct_chunk((16, 0, 0, 0), IMAGES[16:24].tobytes(), 1)
+        file["labels"] = LABELS
+    read = Hdf5(tmp_path / "sparse.h5").batch_of([15, 16])[0]
+    np.testing.assert_array_equal(read, np.stack([np.full_like(IMAGES[0], 7), IMAGES[16]]))
+
+
 @pytest.mark.parametrize("kind", ["contiguous", "gzip"])
 @pytest.mark.parametrize("change", ["truncate", "rewrite", "replace", "remove"])
 def test_a_file_that_changes_under_the_run_fails_it(
@@ -282,3 +371,37 @@ def test_rows_that_are_not_where_the_library_says_are_read_through_it(path: Path
     monkeypatch.setattr(rows, "_starts", lambda *arguments: before(*arguments) + 1)
     data = Hdf5(path, "contiguous")
     assert data._rows._slots is not None and (data[50][0].numpy() == IMAGES[50]).all()
+
+
+def link_to_itself(file: h5py.File) -> None:
+    file["images"], file["labels"] = h5py.SoftLink("/images"), np.arange(3)
+
+
+def billion_rows(file: h5py.File) -> None:
+    file.create_dataset("images", shape=(10**9, 1000, 1000), dtype="f4", chunks=(1, 100, 100))
+    file.create_dataset("labels", shape=(10**9,), dtype="i8", chunks=True)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [(link_to_itself, r"some\.h5.*(damaged|has no dataset)"), (billion_rows, r"some\.h5.* cannot hold; it is damaged")],
+)
+def test_metadata_that_cannot_be_are_a_sentence_at_once(tmp_path: Path, make: Callable[[Any], None], says: str):
+    with h5py.File(tmp_path / "some.h5", "w") as file:
+        make(file)
+    with pytest.raises(UserError, match=says):
+        Hdf5(tmp_path / "some.h5")
+
+
+def test_metadata_on_which_the_library_loops_are_a_sentence(tmp_path: Path):
+    damaged = Path(__file__).parents[1] / "fuzz" / "corpus" / "hdf5" / "heap-without-end"
+    (tmp_path / "some.h5").write_bytes(damaged.read_bytes())
+    with pytest.raises(UserError, match=r"some\.h5 is damaged: the HDF5 library has no end with"):
+        Hdf5(tmp_path / "some.h5")
+
+
+def test_names_of_classes_that_are_not_utf8_are_shown_as_they_can_be(tmp_path: Path):
+    with h5py.File(tmp_path / "some.h5", "w") as file:
+        file["images"], file["labels"] = np.zeros((2, 3)), np.arange(2)
+        file.attrs["classes"] = np.array([b"\xff\xfe", b"cat"])
+    assert Hdf5(tmp_path / "some.h5").classes == ["\\xff\\xfe", "cat"]

@@ -323,3 +323,13 @@ def test_a_large_set_is_not_kept_unless_asked_for(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("meshrun.data.sources.kept.SMALL", 100)
     assert not ImageFolder(tmp_path, 8)._kept.on
     assert ImageFolder(tmp_path, 8, keep=True)._kept.on
+
+
+def test_a_pipe_or_a_device_that_is_called_like_a_picture_is_a_bad_sample(tmp_path: Path):
+    (tmp_path / "cat").mkdir()
+    os.mkfifo(tmp_path / "cat" / "a.png")
+    (tmp_path / "cat" / "b.png").symlink_to("/dev/zero")
+    images = ImageFolder(tmp_path, 8)
+    for number in range(2):
+        with pytest.raises(BadSample, match=r"cannot be read: it is no plain file"):
+            images[number]

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
+from meshrun.data import readers as readers_module
 from meshrun.data.feed import to_device
 from meshrun.data.loader import Loader, Reading, StepData, evaluation_batches
 from meshrun.data.order import Cut, Order
@@ -168,6 +169,22 @@ def test_an_error_in_a_dataset_names_the_sample(workers: int):
         assert 'raise ValueError("bad jpeg")' in str(caught.value.__cause__), "the whole traceback is for the log"
 
 
+class Ending(Squares):
+    """Sample 13 ends the program."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if index == 13:
+            raise SystemExit("no such file")
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_dataset_that_calls_sys_exit_is_told_with_its_sample_and_not_as_a_lost_reader(workers: int):
+    with pytest.raises(SystemExit, match="no such file") as caught:
+        list(Loader(Ending(20), Order(20, 4), 0, 1, Reading(workers=workers)).steps(0, 5))
+    assert "while reading sample 13" in said_by(caught.value)
+
+
 class Odd(Exception):
     """Cannot be sent to another process: it is made of two words, and says one."""
 
@@ -183,6 +200,24 @@ class Oddly(Squares):
 def test_an_error_that_cannot_be_sent_is_told_as_torch_does():
     with pytest.raises(Exception, match="oddly"):
         list(Loader(Oddly(20), Order(20, 4), 0, 1, Reading(workers=1)).steps(0, 5))
+
+
+class Missing(Exception):
+    """A copy of it says more than it did: it is made of a name, and says a sentence."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no {name}")
+
+
+class Incomplete(Squares):
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        raise Missing("picture")
+
+
+def test_an_error_that_would_be_sent_in_other_words_is_told_as_torch_does():
+    with pytest.raises(Exception, match="there is no picture") as caught:
+        list(Loader(Incomplete(20), Order(20, 4), 0, 1, Reading(workers=1)).steps(0, 5))
+    assert "there is no there is no" not in str(caught.value)
 
 
 def test_an_error_in_a_dataset_that_reads_many_at_once_names_the_sample():
@@ -249,6 +284,35 @@ def test_a_reader_that_was_killed_is_told_from_an_error_of_the_dataset(first: in
     with pytest.raises((ReaderLost, RuntimeError) if lost else FileNotFoundError) as error:
         list(steps)
     assert has_lost_a_reader(error.value) == lost
+
+
+class Ended:
+    """What torch's DataLoader gives when the connection to a reader has ended."""
+
+    _workers: tuple[()] = ()
+
+    def __next__(self) -> None:
+        raise EOFError("read 0 bytes")
+
+    def _shutdown_workers(self) -> None:
+        pass
+
+
+def test_a_connection_to_a_reader_that_has_ended_is_a_lost_reader():
+    with pytest.raises(ReaderLost, match="read 0 bytes"):
+        next(readers_module._heard(Ended()))
+
+
+def test_readers_draw_nothing_from_the_generator_of_the_program():
+    before = torch.get_rng_state()
+    list(Loader(Squares(20), Order(20, 4), 0, 1, Reading(workers=1)).steps(0, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_signal_for_ranks_that_comes_while_readers_are_forked_is_held_back():
+    with readers_module._birth():
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) >= set(readers_module.FOR_RANKS)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, ()) & set(readers_module.FOR_RANKS)
 
 
 @pytest.fixture

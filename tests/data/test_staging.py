@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -118,6 +119,16 @@ def test_a_name_and_password_are_given_and_not_written_down(tmp_path: Path, serv
     assert "cret" not in (tmp_path / "staged.json").read_text()
 
 
+@pytest.mark.parametrize("elsewhere", [True, False])
+def test_a_name_and_password_are_not_sent_to_where_a_server_redirects(tmp_path: Path, server: Server, elsewhere: bool):
+    """Another port is another server; the same server gets them again."""
+    with Server({"a.bin": FILE}) as other:
+        server.redirects["moved"] = f"{(other if elsewhere else server).url}/a.bin"
+        Stage(tmp_path).download(f"{server.url}/moved".replace("://", "://me:secret@"))
+        assert (tmp_path / "moved").read_bytes() == FILE
+        assert (other if elsewhere else server).authorization == (None if elsewhere else "Basic bWU6c2VjcmV0")
+
+
 def test_staging_again_fetches_only_what_is_wrong(tmp_path: Path, server: Server):
     server.files["b.bin"] = b"b" * 1000
     for _ in range(2):
@@ -144,6 +155,15 @@ def test_a_download_that_is_cut_off_goes_on_where_it_was(tmp_path: Path, server:
         f"{server.url}/a.bin: the connection ended after 5,000 of 16,384 bytes; trying again in 0.01 s" in heard.lines
     )
     assert ("a.bin", 5000, len(FILE)) in heard.begun
+
+
+def test_a_server_that_goes_on_from_elsewhere_is_asked_for_all_of_it(tmp_path: Path, server: Server):
+    server.cut_after, server.goes_on_from = 5000, 5001
+    heard = Heard()
+    Stage(tmp_path, heard).download(f"{server.url}/a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == FILE
+    assert [each for _, each in server.asked] == [None, "bytes=5000-", None]
+    assert any("the server went on from elsewhere" in line for line in heard.lines)
 
 
 def test_a_later_staging_goes_on_with_what_an_earlier_one_had(tmp_path: Path, server: Server):
@@ -179,6 +199,13 @@ def test_a_wrong_sum_is_told_and_nothing_is_kept(tmp_path: Path, server: Server)
     ):
         Stage(tmp_path).download(f"{server.url}/a.bin", sha256="0" * 64)
     assert not list(tmp_path.iterdir())
+
+
+def test_an_address_that_does_not_exist_is_no_missing_network(server: Server):
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(f"{server.url}/nothing.bin")
+    assert missing_of(refused.value) is None
+    assert "internet" in str(missing_of(urllib.error.URLError("no route to host")))
 
 
 def test_a_busy_server_is_asked_again_and_a_missing_file_is_not(tmp_path: Path, server: Server):
@@ -245,6 +272,8 @@ def test_files_and_folders_are_copied_and_made_ones_added(tmp_path: Path):
     stage.add(folder / "made")
     assert stage.has("made")
     assert stage.brought == ["all/deep/two", "all/one", "one", "made"]
+    with pytest.raises(UserError, match=r"two files are to be staged as 'one'"):
+        stage.copy(source / "one")
     again = Stage(folder)
     again.copy(source, name="all")
     assert again.kept == ["all/deep/two", "all/one"]

@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 
 from meshrun import Table
 from meshrun.data import cache
-from meshrun.data.sources import lines, once, turned
+from meshrun.data.sources import lines, mapped, once, turned
+from meshrun.data.sources.saved import saved as files_saved_in
 from meshrun.errors import BadSample, RunFailed, UserError
 
 Row = dict[str, Any]
@@ -327,6 +328,13 @@ def named(name: str, content: bytes = b"") -> Callable[[Path], Path]:
     return write
 
 
+def twice(folder: Path) -> Path:
+    table = pa.table([[1], [2]], ["a", "a"])
+    with pa.ipc.new_file(folder / "t.arrow", table.schema) as writer:
+        writer.write(table)
+    return folder / "t.arrow"
+
+
 WRONG: list[tuple[str, Callable[[Path], Path], str]] = [
     ("no file", lambda folder: folder / "no.csv", "there is no table .*no.csv; give a file, or a folder"),
     ("other file", named("t.xlsx"), "t.xlsx is no table of a known kind; its name must end with .jsonl, .*, .tsv"),
@@ -358,6 +366,7 @@ WRONG: list[tuple[str, Callable[[Path], Path], str]] = [
     ("damaged group", damaged_group, "row group 1 of .*t.parquet cannot be read"),
     ("cut arrow file", cut(file, 0.7), "t.arrow is not all there: the end of an Arrow file is missing"),
     ("cut stream", cut(stream, 0.701), "t.arrow is no whole Arrow file after .* record batches"),
+    ("arrow twice", twice, "t.arrow has two columns 'a'; write it again with a name of its own for each"),
     ("no arrow", named("t.arrow", b"hello, world"), "t.arrow is no whole Arrow file"),
     ("empty arrow", named("t.arrow"), "t.arrow is no whole Arrow file"),
     ("splits", splits, r"has several sets; name one of them: .*/train, .*/test"),
@@ -503,6 +512,79 @@ def test_what_was_made_of_an_older_file_is_not_used(node: Path, tmp_path: Path):
     assert len(Table(path)) == 40
     assert len(Table(parquet(ROWS[:7], tmp_path))) == 7
     assert node.is_dir()
+
+
+@pytest.mark.usefixtures("node")
+def test_a_file_that_was_written_again_in_the_same_length_is_made_anew(tmp_path: Path):
+    path = tmp_path / "t.csv"
+    path.write_text("number\n1\n")
+    assert Table(path)[0] == {"number": 1}
+    path.write_text("number\n2\n")
+    os.utime(path, ns=(0, path.stat().st_mtime_ns + 10**9))
+    assert Table(path)[0] == {"number": 2}
+
+
+def test_a_file_that_could_not_be_made_leaves_no_part_and_is_tried_again_after_a_while(node: Path, tmp_path: Path):
+    source = comma(ROWS, tmp_path)
+
+    def fills_the_disk(to: Path) -> None:
+        to.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert once.once(source, "rows", fills_the_disk) is None
+    (mark,) = node.iterdir()
+    assert once.once(source, "rows", lambda _: pytest.fail("it was tried just now")) is None
+    os.utime(mark, (0, 0))
+
+    def makes(to: Path) -> None:
+        to.write_bytes(b"whole")
+
+    made = once.once(source, "rows", makes)
+    assert made == mark and made.read_bytes() == b"whole"
+
+
+@pytest.mark.usefixtures("node")
+def test_a_fork_that_ends_leaves_the_temporary_table_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cache.use(None, None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(once, "_in_use", {})
+    Table(parquet(ROWS, tmp_path))
+    (made,) = (tmp_path / f"meshrun-{os.getuid()}").iterdir()
+    fork = multiprocessing.get_context("fork").Process(target=once._leave)
+    fork.start()
+    fork.join(60)
+    assert fork.exitcode == 0 and made.exists()
+    once._leave()
+    assert not made.exists()
+
+
+@pytest.mark.usefixtures("node")
+def test_offsets_that_lie_in_a_packed_arrow_file_are_refused(tmp_path: Path):
+    """Only a look at every offset finds one between others that are right."""
+    offsets = pa.array([0, 1000, 2], pa.int32()).buffers()[1]
+    texts = pa.Array.from_buffers(pa.string(), 2, [None, offsets, pa.py_buffer(b"ab")])
+    path = tmp_path / "t.arrow"
+    batch = pa.record_batch([texts], ["text"])
+    with pa.ipc.new_file(str(path), batch.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+        writer.write_batch(batch)
+    with pytest.raises(UserError, match=r"t\.arrow"):
+        Table(path)[0]
+
+
+def test_fingerprints_see_the_length_of_a_file_and_its_last_bytes(tmp_path: Path):
+    files = [tmp_path / name for name in ("short", "long", "other")]
+    for file, content in zip(files, (bytes(10_000), bytes(1 << 20), bytes((1 << 20) - 1) + b"x"), strict=True):
+        file.write_bytes(content)
+    assert len({mapped.fingerprint([file], "rows") for file in files}) == 3
+    zeros = tmp_path / "zeros"
+    zeros.write_bytes(bytes(20_000))
+    assert mapped.fingerprint([zeros], "rows") != mapped.fingerprint([files[0]], "rows")
+
+
+def test_a_saved_dataset_that_was_moved_is_read_where_it_is_now(tmp_path: Path):
+    (tmp_path / "data-0.arrow").write_bytes(b"")
+    (tmp_path / "state.json").write_text('{"_data_files": [{"filename": "../elsewhere/data-0.arrow"}]}')
+    assert files_saved_in(tmp_path) == ([tmp_path / "data-0.arrow"], [])
 
 
 def _open(path: Path, made: Path, answer: Any) -> None:

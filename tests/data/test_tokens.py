@@ -76,6 +76,11 @@ def test_documents_are_chosen_as_from_a_list(file: Path):
     assert {head.fingerprint, tail.fingerprint}.isdisjoint({TokenFile(file, 5, cross=True).fingerprint})
 
 
+def test_windows_of_another_context_are_other_data(file: Path):
+    five, six, again = (TokenFile(file, context, most=10, cross=True).fingerprint for context in (5, 6, 6))
+    assert five != six == again
+
+
 def test_most_keeps_windows_that_are_evenly_spread(file: Path):
     some = TokenFile(file, 5, most=10, cross=True)
     first = [int(some[index][0][0]) for index in range(len(some))]
@@ -108,33 +113,42 @@ def test_readers_that_are_forked_or_sent_the_dataset_read_the_same(file: Path):
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_billion_windows_cost_nothing(tmp_path: Path):
-    path, count = tmp_path / "huge.tokens", 1_000_000_001
-    metadata = {"format": "meshrun-tokens-1", "vocabulary": "9", "documents": "1", "sha256": "0" * 64}
+def sparse_file(folder: Path, documents: int, tokens: int) -> Path:
+    """A token file that takes no disk: all documents but the last are empty, all tokens are 0."""
+    path, first = folder / "huge.tokens", 8 * (documents + 1)
+    metadata = {"format": "meshrun-tokens-1", "vocabulary": "9", "documents": str(documents), "sha256": "0" * 64}
     header = {
         "__metadata__": metadata,
-        "starts": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]},
-        "tokens": {"dtype": "U16", "shape": [count], "data_offsets": [16, 16 + 2 * count]},
+        "starts": {"dtype": "I64", "shape": [documents + 1], "data_offsets": [0, first]},
+        "tokens": {"dtype": "U16", "shape": [tokens], "data_offsets": [first, first + 2 * tokens]},
     }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as sparse:
-        sparse.write(struct.pack("<Q", len(text)) + text + struct.pack("<qq", 0, count))
-        sparse.truncate(8 + len(text) + 16 + 2 * count)
+        sparse.write(struct.pack("<Q", len(text)) + text)
+        sparse.truncate(8 + len(text) + first + 2 * tokens)
+        sparse.seek(first - 8, os.SEEK_CUR)
+        sparse.write(struct.pack("<q", tokens))
+    return path
+
+
+def test_a_billion_windows_cost_nothing(tmp_path: Path):
+    path = sparse_file(tmp_path, documents=1, tokens=1_000_000_001)
     began = time.process_time()
     data = TokenFile(path, 1)
     data.batch_of([0, 999_999_999])
     assert len(data) == 1_000_000_000 and time.process_time() - began < 0.5
 
 
-def test_a_token_beyond_the_vocabulary_is_a_bad_sample_and_others_are_not(file: Path):
+@pytest.mark.parametrize("token", [600, 5000])
+def test_a_token_beyond_the_vocabulary_is_a_bad_sample_and_others_are_not(file: Path, token: int):
     content = bytearray(file.read_bytes())
     at = read_layout(file).tokens_at + 2 * 31
-    content[at : at + 2] = struct.pack("<H", 5000)
+    content[at : at + 2] = struct.pack("<H", token)
     file.write_bytes(content)
     data = TokenFile(file, 7)
     with pytest.raises(
-        BadSample, match=r"sample 4 of .*some\.tokens .*token 3 \(token 31 of the file\) is 5000.* 600;"
+        BadSample, match=rf"sample 4 of .*some\.tokens .*token 3 \(token 31 of the file\) is {token}.* 600;"
     ):
         data.batch_of([9, 4])
     data.batch_of([9, 3])
@@ -203,3 +217,80 @@ def test_what_cannot_be_cut_from_the_file_is_a_sentence(file: Path):
         TokenFile(file, 7, most=0)
     with pytest.raises(UserError, match=r"some\.tokenizer\.json"):
         _ = TokenFile(file, 7).tokenizer
+
+
+WHOLE, HEAD, TAIL = None, slice(None, -4), slice(-4, None)
+
+
+@pytest.mark.parametrize(
+    ("documents", "number", "bit"),
+    [
+        *((WHOLE, 5, bit) for bit in (0x200, 1 << 32, 1 << 62, -1 << 63)),
+        *((HEAD, 8, bit) for bit in (0x1, 0x200, 1 << 32, 1 << 40, -1 << 63)),  # the end of the chosen documents
+        *((TAIL, 8, bit) for bit in (0x200, 1 << 32, -1 << 63)),  # their start
+        *((TAIL, 10, bit) for bit in (0x200, 1 << 40)),
+    ],
+)
+@pytest.mark.parametrize("cross", [False, True])
+def test_one_flipped_bit_in_a_start_is_a_sentence_with_file_and_cure(
+    file: Path, documents: slice | None, number: int, bit: int, cross: bool
+):
+    content = bytearray(file.read_bytes())
+    at = read_layout(file).starts_at + 8 * number
+    flipped = struct.unpack_from("<q", content, at)[0] ^ bit
+    struct.pack_into("<q", content, at, flipped)
+    file.write_bytes(content)
+    starts = np.concatenate([[0], np.cumsum(LENGTHS)])
+    starts[number] = flipped
+    if starts[number - 1] <= flipped <= starts[number + 1]:  # such a flip is found by the checksum alone
+        TokenFile(file, 7, documents=documents, cross=cross)
+        return
+    with pytest.raises(UserError, match=r"some\.tokens is damaged: its document .*; copy or convert it again"):
+        TokenFile(file, 7, documents=documents, cross=cross)
+
+
+def test_starts_of_ten_million_documents_are_checked_in_a_moment(tmp_path: Path):
+    path = sparse_file(tmp_path, documents=10_000_000, tokens=20)
+    began = time.process_time()
+    data = TokenFile(path, 8)
+    assert time.process_time() - began < 1.0
+    inputs, _ = data.batch_of([len(data) - 1])
+    assert inputs["documents"].tolist() == [[0] * 8]
+
+
+def test_a_header_that_lies_about_its_tensors_is_a_sentence(file: Path):
+    content = file.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header = json.loads(content[8 : 8 + length])
+    tokens, starts = header["tokens"]["data_offsets"], header["starts"]["data_offsets"]
+    for tensor, field, value in [
+        ("tokens", "shape", [-499]),
+        ("tokens", "shape", [499.0]),
+        ("tokens", "shape", [True]),
+        ("tokens", "data_offsets", [tokens[0] - 8, tokens[1] - 8]),
+        ("starts", "data_offsets", [starts[0] + 8, starts[1] + 8]),
+        ("starts", "data_offsets", [tokens[0], tokens[0] + starts[1] - starts[0]]),
+        ("starts", "shape", [0]),
+        ("__metadata__", "vocabulary", "-5"),
+        ("__metadata__", "vocabulary", "9" * 30),
+        ("__metadata__", "documents", "11"),
+        ("__metadata__", "sha256", 5),
+    ]:
+        lie = {**header, tensor: {**header[tensor], field: value}}
+        text = json.dumps(lie).encode()
+        file.write_bytes(struct.pack("<Q", len(text)) + text + content[8 + length :])
+        with pytest.raises(UserError, match=r"some\.tokens"):
+            TokenFile(file, 7)
+
+
+def test_a_gap_between_the_tensors_is_a_sentence(file: Path):
+    content = file.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    header, body = json.loads(content[8 : 8 + length]), content[8 + length :]
+    first, second = sorted(("tokens", "starts"), key=lambda name: header[name]["data_offsets"])
+    end = header[first]["data_offsets"][1]
+    header[second]["data_offsets"] = [each + 8 for each in header[second]["data_offsets"]]
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + body[:end] + bytes(8) + body[end:])
+    with pytest.raises(UserError, match="is not a token file"):
+        TokenFile(file, 7)

@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrun import strict_json
 from meshrun.config import write_json
 from meshrun.data.convert.inputs import Input
 from meshrun.data.download import Told
@@ -96,7 +97,7 @@ def whole_part(folder: Path, number: int) -> Part | None:
     """A part that was kept and is as it was then."""
     path = _path(folder, number)
     try:
-        facts = json.loads(path.with_suffix(".json").read_text())
+        facts = strict_json.loads(path.with_suffix(".json").read_text())
         return Part(path, facts) if _sha256(path) == facts["sha256"] else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -104,7 +105,7 @@ def whole_part(folder: Path, number: int) -> Part | None:
 
 def facts_of(folder: Path, number: int) -> dict[str, Any]:
     """What is known of a part, without reading it."""
-    return dict(json.loads(_path(folder, number).with_suffix(".json").read_text()))
+    return dict(strict_json.loads(_path(folder, number).with_suffix(".json").read_text()))
 
 
 def unwritable(path: Path, error: OSError, parts: Path) -> RunFailed:
@@ -131,7 +132,7 @@ class Parts:
         """All inputs in order, from the list on disk: there may be many millions."""
         with (self.folder / _LIST).open() as file:
             for line in file:
-                yield Input(*json.loads(line))
+                yield Input(*strict_json.loads(line))
 
     def part(self, number: int) -> Part:
         """A part to be joined with others."""
@@ -215,7 +216,7 @@ def _matched(folder: Path, options: Mapping[str, Any], inputs: Iterable[Input], 
 def _difference(folder: Path, options: Mapping[str, Any], new: Path) -> str | None:
     """Why parts of before cannot be used now; None when they can."""
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text())
+        manifest = strict_json.loads((folder / _MANIFEST).read_text())
         before = manifest["options"]
         if manifest["format"] != FORMAT:
             return "they are of another version of meshrun"
@@ -225,7 +226,7 @@ def _difference(folder: Path, options: Mapping[str, Any], new: Path) -> str | No
         with (folder / _LIST).open() as old, new.open() as now:
             for then, here in itertools.zip_longest(old, now):
                 if then != here:
-                    return f"{json.loads(here or then)[0]} has changed, or is new or gone"
+                    return f"{strict_json.loads(here or then)[0]} has changed, or is new or gone"
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return "what was done cannot be told"
     return None

@@ -40,6 +40,10 @@ class Converted:
     """The first bad samples."""
 
 
+LONGEST_NAME = 255
+"""Bytes of a file's name, on every file system that there is."""
+
+
 def free_to_write(paths: Iterable[Path], overwrite: bool) -> None:
     """Refuse to write over what is there, unless asked to."""
     for path in paths:
@@ -93,6 +97,8 @@ def checked(dest: Path, told: Told) -> list[str]:
         raise UserError(f"{sums} cannot be read: {error} (--check)") from None
     problems = []
     for sha256, _, name in lines:
+        if not name or "/" in name or "\0" in name or len(os.fsencode(name)) > LONGEST_NAME:
+            raise UserError(f"{sums} names {name!r}, which is no file beside {dest.name} (--check)")
         path = dest.with_name(name)
         if not path.is_file():
             problems.append(f"{path} is not here")

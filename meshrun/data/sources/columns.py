@@ -10,7 +10,8 @@ numbers are taken out of the views by hand, several times as fast as through pya
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 
 from meshrun.data.sources.mapped import Mapped
 from meshrun.data.sources.source import Watched, bad_sample, refuse_missing
-from meshrun.errors import UserError
+from meshrun.errors import UserError, is_of_machine, unreadable_here
 
 MAGIC = b"ARROW1"
 """Begins and ends Arrow's file format, which is its stream format with a table of contents."""
@@ -45,9 +46,13 @@ class Columns:
         self._file = Mapped(path) if turned is None else Watched(path)
         self._whole = pa.py_buffer(self._file.whole) if isinstance(self._file, Mapped) else turned
         self.size = self._whole.size
-        self.schema, self._offsets, self._ends = _contents(path, self._whole)
-        self.columns = tuple(columns or self.schema.names)
+        with sentences(path):
+            self.schema, self._offsets, self._ends = _contents(path, self._whole)
+            self.columns = tuple(columns or self.schema.names)
         refuse_missing(path, self.columns, self.schema.names)
+        twice = next((name for name in self.columns if self.schema.names.count(name) > 1), None)
+        if twice is not None:
+            raise UserError(f"{path} has two columns {twice!r}; write it again with a name of its own for each")
         self._views: dict[int, list[tuple[str, Value]]] = {}
 
     def __len__(self) -> int:
@@ -59,7 +64,8 @@ class Columns:
         numbers, within = self._placed(ids)
         found = []
         for number, row in zip(numbers.tolist(), within.tolist(), strict=True):
-            views = self._views.get(number) or self._view(number)
+            with sentences(self.path):
+                views = self._views.get(number) or self._view(number)
             try:
                 found.append({name: value(row) for name, value in views})
             except (ValueError, IndexError, OverflowError, pa.ArrowException) as error:
@@ -74,7 +80,8 @@ class Columns:
         found = np.zeros(len(ids), np.int64)
         for number in np.unique(numbers):
             some = np.flatnonzero(numbers == number)
-            found[some] = _lengths(self._batch(int(number)).column(column), within[some])
+            with sentences(self.path):
+                found[some] = _lengths(self._batch(int(number)).column(column), within[some])
         return found
 
     def names(self) -> list[str]:
@@ -83,7 +90,8 @@ class Columns:
 
     def numbers(self) -> NDArray[Any]:
         """All of the first column."""
-        return np.concatenate([np.asarray(self._batch(number).column(0)) for number in range(len(self._offsets))])
+        with sentences(self.path):
+            return np.concatenate([np.asarray(self._batch(number).column(0)) for number in range(len(self._offsets))])
 
     def _placed(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The record batch of each row, and its number there."""
@@ -94,10 +102,7 @@ class Columns:
         reader = pa.BufferReader(self._whole)
         reader.seek(int(self._offsets[number]))
         batch = pa.ipc.read_record_batch(pa.ipc.read_message(reader), self.schema)
-        try:
-            batch.validate()
-        except pa.ArrowException as error:
-            raise UserError(f"{self.path} is damaged in its record batch {number}: {one_line(error)}") from None
+        batch.validate()
         return batch
 
     def _view(self, number: int) -> list[tuple[str, Value]]:
@@ -115,6 +120,17 @@ class Columns:
             except Exception as error:
                 return bad_sample(sample, "the table", str(self.path), f"its {name!r} is unusable, {one_line(error)}")
         return bad_sample(sample, "the table", str(self.path), "another time it could be")
+
+
+@contextlib.contextmanager
+def sentences(path: Path) -> Iterator[None]:
+    """Turns what pyarrow and numpy raise for a damaged file, of many types, into a sentence that has its name."""
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError) as error:
+        if is_of_machine(error):
+            raise unreadable_here(path, one_line(error)) from None
+        raise UserError(f"{path} is damaged: {one_line(error)}; copy or write it again") from None
 
 
 def refuse_others(part: Columns, first: Columns) -> None:
@@ -178,6 +194,7 @@ def value_of(column: pa.Array) -> Value:
         return value_of(column.storage)
     value = _by_hand(column)
     if value is None:
+        column.validate(full=True)  # pyarrow believes offsets that lie, and reads other memory
         return lambda row: column[row].as_py()
     if not column.null_count:
         return value

@@ -13,6 +13,7 @@ import csv
 import gzip
 import io
 import re
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -84,7 +85,9 @@ def _names(path: Path) -> list[str]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             header = file.readline()
         names = pa.csv.read_csv(pa.py_buffer(header), parse_options=_parsing(path)).column_names
-    except (pa.ArrowException, OSError, EOFError) as error:
+    except UnicodeDecodeError:
+        raise UserError(f"{path} has text that is not UTF-8{_where_not_utf8(path)}; write the file as UTF-8") from None
+    except (pa.ArrowException, OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} has no line with names of columns: {one_line(error)}") from None
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
@@ -130,7 +133,7 @@ def _line(path: Path, row: int) -> str:
                 if count == row:
                     return f"line {before + 1:,}"
                 before = rows.line_num
-    except (csv.Error, OSError, EOFError):
+    except (csv.Error, OSError, EOFError, zlib.error):
         pass
     return f"row {row:,}"
 

@@ -27,6 +27,7 @@ from meshrun.data.sources import pictures
 from meshrun.data.sources.kept import Kept
 from meshrun.data.sources.source import Source, bad_sample, changed, empty, inside, unreadable
 from meshrun.errors import RunFailed, UserError, is_of_machine
+from meshrun.files import open_plain
 
 _LOOKED_AT = 64
 """Files whose sizes tell other pictures of the same names."""
@@ -108,20 +109,20 @@ class ImageFolder(Source):
         """The bytes of a file, which must be what it was when it was first read."""
         name = self._root + self.files.raw(number)
         try:
-            file = os.open(name, os.O_RDONLY | os.O_CLOEXEC)
+            file = open_plain(name)
         except OSError as error:
             if not is_of_machine(error) and (self._states[number, 0] or not os.path.lexists(name)):
                 raise RunFailed(changed(self._path(number), error.strerror or str(error))) from None
             raise unreadable(number, str(self.folder), self._path(number), error) from None
         try:
-            found = os.fstat(file)
-            data = os.read(file, found.st_size + 1)
-            while len(data) < found.st_size and (more := os.read(file, found.st_size - len(data) + 1)):
+            found = os.fstat(file.fileno())
+            data = os.read(file.fileno(), found.st_size + 1)
+            while len(data) < found.st_size and (more := os.read(file.fileno(), found.st_size - len(data) + 1)):
                 data += more
         except OSError as error:
             raise unreadable(number, str(self.folder), self._path(number), error) from None
         finally:
-            os.close(file)
+            file.close()
         self._compare(number, found, len(data))
         return data
 

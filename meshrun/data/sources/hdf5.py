@@ -10,6 +10,7 @@ Integers of targets become int64, fractions float32. `chunk` neighbours are best
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshrun.data.cache import cached
-from meshrun.data.sources import pictures
+from meshrun.data.sources import chunks, pictures
 from meshrun.data.sources.kept import Kept
 from meshrun.data.sources.mapped import fingerprint
 from meshrun.data.sources.rows import NEIGHBOURS, H5File, Rows
@@ -29,6 +30,8 @@ from meshrun.errors import UserError
 
 IN_MEMORY = 64 << 20
 """Targets of at most so many bytes are read when the dataset is made."""
+_DENSEST = 1100
+"""Bytes of data that one byte of a file can hold: gzip packs at most 1,032 to 1."""
 _AS_TENSORS = {"f8": "f4", "c16": "c8", "u2": "i4", "u4": "i8", "u8": "i8"}
 """What torch computes with instead of what some files hold."""
 
@@ -52,7 +55,8 @@ class Hdf5(Source):
         self._file = H5File(self.path)
         if (copy := cached(self.path)) != self.path:
             self._file = H5File(copy)
-        with self._file.opened() as h5:
+        self._file.try_out(self._look)
+        with self._file.sentences(), self._file.opened() as h5:
             found = self._found(h5, group)
             self.classes = _classes(found) or _classes(h5)
             """Names of the classes, if the file has them."""
@@ -63,6 +67,15 @@ class Hdf5(Source):
             else:
                 self._open_arrays(found)
         self.fingerprint = f"hdf5-{fingerprint([self._file.path], f'{group} {inputs} {targets}')}"
+
+    def _look(self, h5: Any) -> None:
+        """All that is asked of the file's metadata, be it there or not."""
+        for name in (self.group, self.inputs, self.targets, "bytes", "offsets"):
+            with contextlib.suppress(Exception):
+                repr(h5[self.group].get(name))
+        for place in (h5, h5.get(self.group)):
+            with contextlib.suppress(Exception):
+                _classes(place)
 
     def _open_arrays(self, found: Any) -> None:
         dataset = self._dataset(found, self.inputs)
@@ -83,8 +96,8 @@ class Hdf5(Source):
                 f"give one: Hdf5({str(self.path)!r}, {self.group!r}, size=224)"
             )
         self._rows = Rows(self._file, self._dataset(found, "bytes"))
-        offsets = self._dataset(found, "offsets")[()].astype(np.int64)
-        if len(offsets) < 2 or (np.diff(offsets) < 0).any() or offsets[0] < 0 or offsets[-1] > self._rows.count:
+        offsets = _whole(self._dataset(found, "offsets")).astype(np.int64)
+        if len(offsets) < 2 or (offsets[1:] < offsets[:-1]).any() or offsets[0] < 0 or offsets[-1] > self._rows.count:
             raise UserError(
                 f"{self._called('offsets')} does not fit {self._called('bytes')}: "
                 f"it must rise from 0 to at most {self._rows.count}, one more than there are images"
@@ -106,12 +119,16 @@ class Hdf5(Source):
     def batch_of(self, ids: list[int]) -> tuple[Tensor, Tensor]:
         """The inputs and the targets of these numbers."""
         numbers = inside(ids, len(self))
+        with self._file.sentences():
+            return self._batch_of(numbers)
+
+    def _batch_of(self, numbers: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
         if self._offsets is None:
             inputs = self._taken(self._rows, numbers, _native(self._rows.dtype))
         else:
             assert self.size is not None
             self._file.check()
-            inputs = empty((len(ids), 3, self.size, self.size), torch.uint8)
+            inputs = empty((len(numbers), 3, self.size, self.size), torch.uint8)
             self._kept.take(numbers, inputs, self._decode)
         if isinstance(self._targets, Rows):
             return inputs, self._taken(self._targets, numbers, _of_targets(self._targets.dtype))
@@ -169,13 +186,19 @@ class Hdf5(Source):
             )
         if 0 in dataset.shape:
             raise UserError(f"{self._called(name)} is empty (shape {dataset.shape}); it must have a row a sample")
+        elsewhere = dataset.is_virtual or dataset.external is not None
+        if not elsewhere and dataset.nbytes > _DENSEST * (self._file.watched.size + NEIGHBOURS):
+            raise UserError(
+                f"{self._called(name)} has {dataset.nbytes:,} bytes of data by its shape {dataset.shape}, which a file "
+                f"of {self._file.watched.size:,} bytes cannot hold; it is damaged or was not written, write it again"
+            )
         return dataset
 
     def _column(self, found: Any, name: str) -> NDArray[Any] | Rows:
         """Targets: in memory where they are few bytes, as mostly, since they are classes."""
         dataset = self._dataset(found, name)
         if dataset.nbytes <= IN_MEMORY:
-            return np.ascontiguousarray(dataset[()].astype(_of_targets(dataset.dtype)))
+            return np.ascontiguousarray(_whole(dataset).astype(_of_targets(dataset.dtype)))
         return Rows(self._file, dataset)
 
     def _same_length(self, inputs: int) -> None:
@@ -188,6 +211,13 @@ class Hdf5(Source):
 
     def _called(self, dataset: str) -> str:
         return f"{self.path}:{os.path.join('/', self.group, dataset)}".rstrip("/")  # noqa: PTH118 - not of the disk
+
+
+def _whole(dataset: Any) -> NDArray[Any]:
+    chunks.places(dataset)  # for its checks
+    into: NDArray[Any] = np.empty(dataset.shape, dataset.dtype)
+    chunks.read(dataset, chunks.Packing.of(dataset), 0, len(dataset), into)
+    return into
 
 
 def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -214,4 +244,6 @@ def _classes(found: Any) -> list[str]:
     names = found.attrs.get("classes")
     if names is None:
         return []
-    return [each.decode() if isinstance(each, bytes) else str(each) for each in np.asarray(names).ravel().tolist()]
+    # Names that are not UTF-8 come as bytes, or as texts with surrogates; they are only shown.
+    raw = [each if isinstance(each, bytes) else str(each).encode(errors="surrogateescape") for each in np.ravel(names)]
+    return [each.decode(errors="backslashreplace") for each in raw]

@@ -103,7 +103,7 @@ class Lines:
         except BadSample:
             return 0
         if isinstance(value, str):
-            return len(value.encode())
+            return len(value.encode(errors="surrogatepass"))
         return len(value) if isinstance(value, list) else 0
 
     def _picked(self, number: int, row: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pathlib import Path
 from meshrun.data.cache import cached
 from meshrun.data.sources.source import Watched
 from meshrun.errors import UserError
+from meshrun.files import open_plain
 
 _LOOKED_AT = 4096
 """Bytes of a place that is looked at to tell one state of the data from another."""
@@ -29,10 +30,10 @@ class Mapped:
     """A mapped file."""
 
     def __init__(self, path: Path) -> None:
-        path = cached(path)
+        self.path = path = cached(path)
         try:
             self._watched = Watched(path)
-            self._file = path.open("rb", buffering=0)
+            self._file = open_plain(path)
             # A mapping of nothing is refused.
             self.whole: mmap.mmap | bytes = (
                 mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_READ) if self._watched.size else b""

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm"})
 """What names of image files end in."""
 
+LARGE = 64 << 20
+"""Bytes of pixels that are read whatever the size of the file."""
+MOST_PER_BYTE = 1100
+"""Bytes of pixels above that for each byte of the file: deflate, which packs most, makes 1032 of one."""
 _ORIENTATION = 0x0112
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 _MIRRORED, _TURNED = (2, 4, 5, 7), {3: 2, 4: 2, 5: 1, 6: 3, 7: 3, 8: 1}
@@ -57,6 +61,10 @@ def decode(data: bytes, into: Tensor) -> None:
 def _pixels(data: bytes, size: int) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:
     """The picture's red, green and blue, at least `size` high and wide if it ever was, and how the camera was held."""
     image = _pillow().open(io.BytesIO(data))
+    if image.width * image.height * 4 > max(LARGE, MOST_PER_BYTE * len(data)):
+        raise ValueError(
+            f"its header says {image.width:,} x {image.height:,} pixels, which {len(data):,} bytes cannot hold"
+        )
     if image.format == "JPEG":
         scale = size / min(image.size)
         image.draft("RGB" if image.mode != "L" else "L", tuple(int(np.ceil(side * scale)) for side in image.size))

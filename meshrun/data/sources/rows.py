@@ -12,9 +12,13 @@ unpacked once into memory that all readers share; see `slots`.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
+import resource
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from weakref import finalize
@@ -22,6 +26,7 @@ from weakref import finalize
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrun.data.sources import chunks
 from meshrun.data.sources.slots import Slots
 from meshrun.data.sources.source import OncePerProcess, Watched, changed
 from meshrun.errors import RunFailed, UserError, is_of_machine, unreadable_here
@@ -30,6 +35,8 @@ Numbers = NDArray[np.int64]
 
 NEIGHBOURS = 1 << 20
 """Bytes that are worth reading in one go."""
+_SECONDS_TO_LOOK = 1
+"""Computing time for a look at the names, shapes and classes in a file, which takes milliseconds."""
 _TOGETHER = 1024
 """Most buffers that the kernel fills in one call."""
 
@@ -72,6 +79,46 @@ class H5File:
         """RunFailed if the file has changed since it was first opened."""
         self.watched.check(self.descriptor())
 
+    def try_out(self, look: Callable[[Any], object]) -> None:
+        """Have a forked process look into the file first; a sentence where that process does not survive it.
+
+        HDF5's library loops for ever, or crashes, on some damages to its metadata, such as a heap of texts whose sizes
+        are wrong. What else is wrong with a file, this process finds by itself afterwards.
+        """
+        h5py = _h5py()
+        with h5py._objects.phil:  # the library's lock: another thread that held it would not let go in the child
+            pid = os.fork()
+            if pid == 0:
+                with contextlib.suppress(BaseException):
+                    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+                    resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS_TO_LOOK, _SECONDS_TO_LOOK + 1))
+                    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+                    with h5py.File(self.path, "r", locking=False) as file:
+                        look(file)
+                os._exit(0)
+        _, status = os.waitpid(pid, 0)
+        if os.WIFSIGNALED(status):
+            how = "has no end with" if os.WTERMSIG(status) == signal.SIGXCPU else "crashes on"
+            raise UserError(
+                f"HDF5 file {self.path} is damaged: the HDF5 library {how} what it says of its datasets; "
+                f"copy or write it again"
+            )
+
+    @contextlib.contextmanager
+    def sentences(self) -> Iterator[None]:
+        """Turns what h5py and numpy raise for damaged metadata, of many types and without the file's name, into a
+        sentence that has it."""
+        try:
+            yield
+        except (OSError, RuntimeError, LookupError, ValueError, TypeError, AttributeError, ArithmeticError) as error:
+            self.watched.look()
+            if is_of_machine(error):
+                raise unreadable_here(self.path, str(error)) from None
+            why = " ".join(str(error.args[-1] if error.args else type(error).__name__).split())
+            raise UserError(f"HDF5 file {self.path} is damaged: {why}; copy or write it again") from None
+        except MemoryError:
+            raise UserError(f"HDF5 file {self.path} has rows that are larger than memory; write it again") from None
+
 
 class Rows:
     """The rows of a dataset, each of `shape` and `dtype`; `chunk` of them are best read together."""
@@ -84,7 +131,7 @@ class Rows:
         self.unit = int(dataset.chunks[0]) if dataset.chunks else max(1, NEIGHBOURS // self.size)
         self.chunk = self.unit * max(1, NEIGHBOURS // (self.unit * self.size))
         self._starts = self._checked(dataset, _starts(file, dataset, self.unit))
-        self._slots = None
+        self._slots, self._packing = None, chunks.Packing.of(dataset)
         if self._starts is None:
             self.unit = self.unit if dataset.chunks else max(1, self.unit // 4)
             key = f"{file.watched.key} {self.name}"
@@ -160,7 +207,7 @@ class Rows:
         """Reads a whole chunk of rows, and says how many it has; OSError if it cannot be unpacked."""
         start, stop = unit * self.unit, min(self.count, (unit + 1) * self.unit)
         try:
-            self.file.library()[self.name].read_direct(into, np.s_[start:stop], np.s_[: stop - start])
+            chunks.read(self.file.library()[self.name], self._packing, start, stop, into)
         except OSError as error:
             self.file.watched.look()
             if is_of_machine(error):
@@ -171,24 +218,19 @@ class Rows:
 
 def _starts(file: H5File, dataset: Any, unit: int) -> Numbers | None:
     """Where in the file each chunk begins; None if rows cannot be read from there as they are."""
+    starts = chunks.places(dataset)
     alone = dataset.file.filename == str(file.path) and not dataset.is_virtual and dataset.external is None
     if not alone or dataset.file.userblock_size:
         return None
     units = -(-dataset.shape[0] // unit)
     if dataset.chunks is None:
         offset = dataset.id.get_offset()
+        if offset is None or offset + dataset.nbytes > file.watched.size:
+            return None
         size = dataset.dtype.itemsize * int(np.prod(dataset.shape[1:], dtype=np.int64))
-        return None if offset is None else offset + np.arange(units) * unit * size
+        return offset + np.arange(units) * unit * size
     plain = dataset.id.get_create_plist().get_nfilters() == 0
-    if not plain or dataset.chunks[1:] != dataset.shape[1:]:
-        return None
-    starts = np.full(units, -1, np.int64)
-
-    def found(chunk: Any) -> None:
-        starts[chunk.chunk_offset[0] // unit] = chunk.byte_offset
-
-    dataset.id.chunk_iter(found)
-    return None if (starts < 0).any() else starts
+    return starts if plain and dataset.chunks[1:] == dataset.shape[1:] else None
 
 
 def _h5py() -> Any:

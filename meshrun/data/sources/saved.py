@@ -8,10 +8,10 @@ were selected. A folder with several splits has one such folder a split.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from meshrun import strict_json
 from meshrun.errors import UserError
 
 STATE = "state.json"
@@ -43,14 +43,18 @@ def _files(folder: Path, state: dict[str, Any], key: str) -> list[Path]:
     except (TypeError, KeyError):
         raise UserError(f"{key!r} in {folder / STATE} is no list of file names; save the dataset again") from None
     for file in files:
-        if not file.is_file():
+        try:
+            there = file.is_file()
+        except (OSError, ValueError):  # a name that no file can have
+            there = False
+        if not there:
             raise UserError(f"{folder} is not all there: {file.name}, which {STATE} names, is missing; copy it again")
     return files
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(path.read_bytes())
+        found = strict_json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict):

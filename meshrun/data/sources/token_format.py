@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -23,13 +24,16 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrun import strict_json
 from meshrun.errors import UserError
+from meshrun.files import open_plain
 
 FORMAT = "meshrun-tokens-1"
 ENDING = ".tokens"
 _DTYPES: dict[str, np.dtype[Any]] = {"U16": np.dtype("<u2"), "U32": np.dtype("<u4")}
 _STARTS = np.dtype("<i8")
 _LONGEST_HEADER = 1 << 20
+_LARGEST = 1 << 60
 _BLOCK = 1 << 22
 
 
@@ -134,7 +138,7 @@ def _header(metadata: dict[str, str], dtype: str, counts: tuple[int, int]) -> by
 def read_layout(path: Path) -> TokenLayout:
     """Read the header; a file that is no token file, or not all there, is a sentence."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             size = os.fstat(file.fileno()).st_size
             length = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))[0]
             header = file.read(length) if 0 < length <= _LONGEST_HEADER else b""
@@ -145,28 +149,29 @@ def read_layout(path: Path) -> TokenLayout:
     except OSError as error:
         raise UserError(f"token file {path} cannot be read: {error.strerror or error}") from None
     try:
-        document = json.loads(header)
+        document = strict_json.loads(header)
         metadata = document["__metadata__"]
         if metadata["format"] != FORMAT:
             raise KeyError("format")
         tokens, starts = document["tokens"], document["starts"]
-        (count,), (ends,) = tokens["shape"], starts["shape"]
         dtype = _dtype(path, tokens["dtype"], starts["dtype"])
-        for each, width in ((tokens, dtype.itemsize), (starts, _STARTS.itemsize)):
-            begin, end = each["data_offsets"]
-            if end - begin != each["shape"][0] * width or begin < 0:
-                raise ValueError("data_offsets")
+        count, tokens_at, tokens_end = _span(tokens, dtype)
+        ends, starts_at, starts_end = _span(starts, _STARTS)
+        if sorted((tokens_at, starts_at)) != [0, min(tokens_end, starts_end)]:
+            raise ValueError("the tensors overlap, or have a gap between them")
         layout = TokenLayout(
-            size=8 + length + max(int(tokens["data_offsets"][1]), int(starts["data_offsets"][1])),
+            size=8 + length + max(tokens_end, starts_end),
             dtype=dtype,
-            tokens=int(count),
-            tokens_at=8 + length + int(tokens["data_offsets"][0]),
-            documents=int(ends) - 1,
-            starts_at=8 + length + int(starts["data_offsets"][0]),
-            vocabulary=int(metadata["vocabulary"]),
-            tokenizer_sha256=metadata.get("tokenizer_sha256") or None,
-            sha256=str(metadata["sha256"]),
+            tokens=count,
+            tokens_at=8 + length + tokens_at,
+            documents=ends - 1,
+            starts_at=8 + length + starts_at,
+            vocabulary=_whole(metadata["vocabulary"]),
+            tokenizer_sha256=_sha256_in(metadata.get("tokenizer_sha256")),
+            sha256=_sha256_in(metadata["sha256"]) or "",
         )
+        if ends < 1 or layout.vocabulary > 1 << (8 * dtype.itemsize) or _whole(metadata["documents"]) != ends - 1:
+            raise ValueError("counts that no token file has")
     except (ValueError, LookupError, TypeError, AttributeError):
         raise UserError(
             f"{path} is not a token file; meshrun convert-data TEXTS NAME{ENDING} makes one of texts"
@@ -177,6 +182,33 @@ def read_layout(path: Path) -> TokenLayout:
             f"copy or convert it again"
         )
     return layout
+
+
+def _span(tensor: dict[str, Any], dtype: np.dtype[Any]) -> tuple[int, int, int]:
+    """How many numbers a tensor of the header has, and the bytes between which they lie; a ValueError if these differ.
+
+    JSON has floats, booleans and negative numbers too, none of which is a count.
+    """
+    (count,), (begin, end) = tensor["shape"], tensor["data_offsets"]
+    if any(type(each) is not int or not 0 <= each < _LARGEST for each in (count, begin, end)):
+        raise ValueError("a shape or an offset is no count")
+    if end - begin != count * dtype.itemsize:
+        raise ValueError("data_offsets do not fit the shape")
+    return count, begin, end
+
+
+def _whole(text: Any) -> int:
+    """A count in the metadata, which safetensors keeps as texts."""
+    if not isinstance(text, str) or not text.isascii() or not text.isdigit():
+        raise ValueError("a count of the metadata is none")
+    return int(text)
+
+
+def _sha256_in(text: Any) -> str | None:
+    """A checksum in the metadata; None where it is empty."""
+    if text and not re.fullmatch("[0-9a-f]{64}", text):
+        raise ValueError("a checksum of the metadata is none")
+    return text or None
 
 
 def _dtype(path: Path, tokens: str, starts: str) -> np.dtype[Any]:

@@ -10,7 +10,9 @@ once. `documents` counts, inside the window, which document each token is of: at
 another would learn from text that has nothing to do with it. No token is asked to predict the first of the next
 document (its target is -100, which losses leave out). With `cross` windows are plain text, and documents run together.
 
-Nothing is read before it is asked for: a file of 10^12 tokens starts as fast as one of 10^3.
+Tokens are not read before a window of them is asked for: a file of 10^12 tokens starts as fast as one of 10^3. The
+starts of the chosen documents, 8 bytes each, are checked when the file is opened, since windows are cut by them:
+10^7 documents take about 0.02 s.
 """
 
 from __future__ import annotations
@@ -35,6 +37,8 @@ IGNORED = -100
 """The target where there is nothing to predict, as torch's losses have it."""
 _READ_TOGETHER = 1 << 20
 """Bytes of neighbouring windows that are best read one after the other."""
+_CHECKED_TOGETHER = 1 << 16
+"""Starts of documents that are compared at a time: half a megabyte, which stays in a processor's cache."""
 
 Inputs = Tensor | dict[str, Tensor]
 
@@ -68,11 +72,9 @@ class TokenFile:
                 f"(meshrun convert-data --vocabulary)"
             )
         self.vocabulary = self.layout.vocabulary
-        first, last = _chosen(self.path, documents, self.layout.documents)
+        self._documents = first, last = _chosen(self.path, documents, self.layout.documents)
         starts = self._open().starts
-        if starts[0] != 0 or starts[-1] != self.layout.tokens:
-            raise UserError(f"the documents of token file {self.path} do not end where its tokens do; convert it again")
-        self._first_token, last_token = int(starts[first]), int(starts[last])
+        self._first_token, last_token = int(starts[0]), int(starts[-1])
         chosen = last_token - self._first_token
         if not isinstance(context, int) or not 0 < context < chosen:
             raise UserError(
@@ -120,7 +122,7 @@ class TokenFile:
         targets = torch.from_numpy(read[:, 1:].astype(np.int64))
         if self.cross:
             return tokens, targets
-        begins = self._beginnings(ids, self._first_token + window * self.context, opened.starts)
+        begins = self._beginnings(self._first_token + window * self.context, opened.starts)
         if begins is None:
             return {"tokens": tokens, "documents": torch.zeros_like(tokens)}, targets
         targets.masked_fill_(torch.from_numpy(begins[:, 1:]), IGNORED)
@@ -132,9 +134,7 @@ class TokenFile:
         whole, rest = divmod(self.windows, self._length)
         return ids * whole + ids * rest // self._length
 
-    def _beginnings(
-        self, ids: Sequence[int] | NDArray[np.int64], at: NDArray[np.int64], starts: NDArray[np.int64]
-    ) -> NDArray[np.bool_] | None:
+    def _beginnings(self, at: NDArray[np.int64], starts: NDArray[np.int64]) -> NDArray[np.bool_] | None:
         """Where documents begin inside windows, but for the first token; None where none does.
 
         Found by bisection, so that only the starts that are needed are read of what may be very many.
@@ -144,15 +144,9 @@ class TokenFile:
         if not count.any():
             return None
         begins = np.zeros((len(at), self.context + 1), np.bool_)
-        row = np.repeat(np.arange(len(at)), np.maximum(count, 0))
+        row = np.repeat(np.arange(len(at)), count)
         within = np.arange(len(row)) - (np.cumsum(count) - count)[row]
-        column = starts[first[row] + within] - at[row]
-        if count.min() < 0 or column.min() < 1 or column.max() > self.context:
-            raise BadSample(
-                f"samples {min(ids)} to {max(ids)} of {self.path} cannot be used: the starts of documents are not in "
-                f"order there; convert it again, or go on without such samples (--skip-bad-samples)"
-            )
-        begins[row, column] = True
+        begins[row, starts[first[row] + within] - at[row]] = True
         return begins
 
     def _refuse(self, ids: Sequence[int] | NDArray[np.int64], window: NDArray[np.int64], read: NDArray[Any]) -> None:
@@ -170,7 +164,7 @@ class TokenFile:
             mapped = Mapped(self.path)
             if read_layout(self.path) != self.layout:
                 raise RunFailed(changed(self.path, "its header is another one"))
-            self._opened = _Opened(mapped, self.layout)
+            self._opened = _Opened(mapped, self.layout, self._documents)
         return self._opened
 
     def __getstate__(self) -> dict[str, Any]:
@@ -194,18 +188,44 @@ def _written(end: int | None) -> str:
     return "" if end is None else str(end)
 
 
+def _checked(path: Path, starts: NDArray[np.int64], first: int, last: int, tokens: int) -> NDArray[np.int64]:
+    """The starts of the chosen documents and the end of the last one; a sentence where documents do not follow each
+    other within the tokens of the file."""
+    cure = "copy or convert it again (meshrun convert-data --check compares it with its checksum)"
+    if starts[0] != 0 or starts[-1] != tokens:
+        raise UserError(
+            f"token file {path} is damaged: its documents span tokens {starts[0]:,} to {starts[-1]:,}, "
+            f"but it has {tokens:,} tokens; {cure}"
+        )
+    # With one neighbour on each side: a wrong end of the choice would take tokens of documents outside of it.
+    begin, end = max(0, first - 1), min(len(starts), last + 2)
+    for at in range(begin, end - 1, _CHECKED_TOGETHER):
+        block = starts[at : min(at + _CHECKED_TOGETHER + 1, end)]
+        if (falls := block[1:] < block[:-1]).any() or block[0] < 0 or block[-1] > tokens:
+            number = at + int(falls.argmax())
+            raise UserError(
+                f"token file {path} is damaged: its document {number:,} spans tokens {starts[number]:,} to "
+                f"{starts[number + 1]:,} of {tokens:,}; {cure}"
+            )
+    return starts[first : last + 1]
+
+
 class _Opened:
     """The numbers of a mapped token file."""
 
-    def __init__(self, mapped: Mapped, layout: TokenLayout) -> None:
+    def __init__(self, mapped: Mapped, layout: TokenLayout, documents: tuple[int, int]) -> None:
         self.mapped = mapped
         self._tokens = np.frombuffer(mapped.whole, layout.dtype, layout.tokens, layout.tokens_at)
-        self.starts = np.frombuffer(mapped.whole, np.dtype("<i8"), layout.documents + 1, layout.starts_at)
+        starts = np.frombuffer(mapped.whole, np.dtype("<i8"), layout.documents + 1, layout.starts_at)
+        self.starts = _checked(mapped.path, starts, *documents, layout.tokens)
+        """Of the chosen documents, with the end of the last one behind them."""
         self._windows: NDArray[Any] | None = None
 
     def windows(self, first: int, count: int, context: int) -> NDArray[Any]:
         """All windows as rows of one array that shares the file's memory; each has the first token of the next."""
         if self._windows is None:
+            if not 0 <= first <= first + count * context < len(self._tokens):  # numpy reads beyond without a word
+                raise IndexError(f"{count} windows of {context} tokens from token {first} of {len(self._tokens)}")
             width = self._tokens.itemsize
             shape, strides = (count, context + 1), (context * width, width)
             self._windows = as_strided(self._tokens[first:], shape, strides, writeable=False)

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
-from meshrun.data.sources.columns import one_line
+from meshrun.data.sources.columns import one_line, sentences
 from meshrun.data.sources.delimited import Wider, read_delimited
 from meshrun.data.sources.once import Progress, once
 from meshrun.data.sources.source import refuse_missing
@@ -48,7 +48,8 @@ def _write(path: Path, kind: str, columns: Sequence[str] | None, to: Callable[[]
     types: dict[str, pa.DataType] = {}
     while True:
         try:
-            schema, found = _read(path, kind, columns, types)
+            with sentences(path):
+                schema, found = _read(path, kind, columns, types)
             with to() as sink:
                 _fill(sink, path, schema, found)
                 return sink.getvalue() if isinstance(sink, pa.BufferOutputStream) else None
@@ -67,8 +68,11 @@ def _fill(sink: Any, path: Path, schema: pa.Schema, found: Iterator[tuple[pa.Rec
     plain = pa.schema([_plain(field) for field in schema])
     with pa.ipc.new_file(sink, plain) as writer:
         for batch, share in found:
-            columns = [_decoded(column) for column in batch.columns]
-            for piece in pa.Table.from_arrays(columns, schema=plain).to_batches(_ROWS):
+            with sentences(path):
+                batch.validate(full=True)  # what is written from offsets that lie is other memory
+                columns = [_decoded(column) for column in batch.columns]
+                pieces = pa.Table.from_arrays(columns, schema=plain).to_batches(_ROWS)
+            for piece in pieces:
                 writer.write_batch(piece)
             told(share)
 

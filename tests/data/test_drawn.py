@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from meshrun.train import drawn
-from meshrun.train.drawn import Drawn, draw_on
+from meshrun.data import drawn
+from meshrun.data.drawn import Drawn, draw_on
 
 CPU = torch.device("cpu")
 DRAWS: dict[str, Callable[[], object]] = {

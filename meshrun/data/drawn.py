@@ -5,7 +5,7 @@
     before.same(Drawn.now(here.device))      # whether nothing was drawn in between
     draw_on(before.tensors(), here.device)   # the same numbers again
 
-It is asked after every step, so what is slow about it is done once.
+It is asked after every step and around every batch that is read, so what is slow about it is done once.
 """
 
 from __future__ import annotations
@@ -78,6 +78,11 @@ def _of_python() -> tuple[Any, ...]:
     return state
 
 
+def _same_of_numpy(state: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    # The second half of a pair of normal numbers is drawn without moving on.
+    return state[2:4] == other[2:4] and np.array_equal(state[1], other[1])
+
+
 @dataclass(frozen=True)
 class Drawn:
     """Where the generators stand that a program may draw from: torch's, Python's, numpy's and the GPU's."""
@@ -95,13 +100,19 @@ class Drawn:
 
     def same(self, other: Drawn) -> bool:
         """Whether nothing was drawn between the two."""
+        # States that are kept are one object: comparing their words again would take three times as long as all else.
         return (
             torch.equal(self.generator, other.generator)
-            and self.python == other.python
-            and self.numpy[2:4] == other.numpy[2:4]  # the second half of a pair is drawn without moving on
-            and np.array_equal(self.numpy[1], other.numpy[1])
+            and (self.python is other.python or self.python == other.python)
+            and (self.numpy is other.numpy or _same_of_numpy(self.numpy, other.numpy))
             and (self.cuda is None or other.cuda is None or torch.equal(self.cuda, other.cuda))
         )
+
+    def restore(self) -> None:
+        """Let the generators of the host go on from here."""
+        torch.set_rng_state(self.generator)
+        random.setstate(self.python)
+        np.random.set_state(self.numpy)
 
     def tensors(self) -> dict[str, Tensor]:
         _, words, gauss = self.python
