@@ -5,7 +5,8 @@
 The order of application, which every axis keeps to:
 
     1. the model without values (meta device), in stages where pp cuts it
-    2. random numbers by sample instead of by rank: dropout, attention dropout; statistics over all ranks: BatchNorm
+    2. random numbers by sample instead of by rank: dropout, also as a function and in attention; statistics over all
+       ranks: BatchNorm
     3. tp splits matrices
     4. float8: the layers that compute in it
     5. recomputation of segments
@@ -51,10 +52,12 @@ from meshrun.parallel import (
     values,
 )
 from meshrun.parallel.attention import key_attentions
+from meshrun.parallel.batch_dim import BatchFinder
 from meshrun.parallel.batchnorm import sync_batchnorms
 from meshrun.parallel.choose import Ways
 from meshrun.parallel.demands import Demands, demands_of
-from meshrun.parallel.dropout import key_dropouts
+from meshrun.parallel.dropout import KEYED, Part, draws, key_dropouts
+from meshrun.parallel.functional import key_functions
 from meshrun.parallel.held import held_by
 from meshrun.parallel.how import How
 from meshrun.parallel.later import Later, put_off
@@ -68,7 +71,7 @@ from meshrun.parallel.vocabulary import takes_split
 
 def build(experiment: Experiment, here: Here, how: How) -> Placed:
     """The model on this rank's place in the mesh."""
-    moment = Moment(experiment.seed, device=here.device)
+    moment = Moment(experiment.seed, device=here.device, batch_dim=experiment.batch_dim)
     cudnn = in_halves(experiment.precision) and sdpa.use_cudnn(here.device)
     placed, ways = (
         _replicated(experiment, here, how, moment)
@@ -81,7 +84,7 @@ def build(experiment: Experiment, here: Here, how: How) -> Placed:
     if ways.auto and ways.twice is not None:
         choose.watch(placed, ways.twice, here, may_repeat=not how.update_in_backward)
     # What the model draws by itself must differ between replicas.
-    torch.manual_seed(experiment.seed * 1_000_003 + 1 + here.replica)
+    torch.manual_seed((experiment.seed * 1_000_003 + 1 + here.replica) % (1 << 64))
     return placed
 
 
@@ -90,7 +93,9 @@ def _replicated(experiment: Experiment, here: Here, how: How, moment: Moment) ->
     values.refuse_other(model)
     if plan is not None:
         memory.give_memory(model, here.device)
+    finder = BatchFinder.of(model, experiment)
     _same_numbers(model, moment)
+    _find_batch(finder, moment, at_once=any(map(draws, model.modules())))
     eight, ways = experiment.precision == "float8", decide.ways(experiment, here, how, model)
     names = segments.find(model, experiment.segments) if ways.by_segment or eight else []
     ways = ways.without_segments() if not names else ways
@@ -114,6 +119,8 @@ def _meshed(experiment: Experiment, here: Here, how: How, moment: Moment) -> tup
         notes = []
         if plan.reason is not None:
             notes.append(f"the model is built whole on the host, one rank of a node at a time: {plan.reason}")
+        may_draw = any(isinstance(each, (*KEYED, nn.MultiheadAttention)) for each in demands.model.modules())
+        _find_batch(BatchFinder.of(demands.model, experiment), moment, at_once=may_draw or layout.pp > 1)
         ways = decide.ways(experiment, here, how, demands.model)
         ways = ways.without_segments() if not demands.segments else ways
         parts, later = _parts(demands, here, how, ways, moment, notes)
@@ -135,7 +142,7 @@ def _meshed(experiment: Experiment, here: Here, how: How, moment: Moment) -> tup
     pipeline, cutting = _pipeline(experiment, here, parts, later, moment)
     model = next(iter(parts.values())).model
     assert isinstance(model, nn.Module)
-    return Meshed(here, pipeline, held, model, cutting, notes), ways
+    return Meshed(here, pipeline, held, model, demands.model, cutting, notes), ways
 
 
 def _parts(
@@ -158,7 +165,7 @@ def _parts(
             else pp.Whole(copy.deepcopy(demands.model))
         )
         model = part.model
-        _same_numbers(model, moment)
+        _same_numbers(model, moment, None if mesh is None or not demands.plan.styles else (here.place("tp"), layout.tp))
         end = cuts[stage + 1] if stage + 1 < stages else len(order)
         own = [(number, order[number]) for number in range(cuts[stage], end)]
         if mesh is not None:
@@ -206,13 +213,32 @@ def _pipeline(
     return Pipeline(here, parts, moment, settings), cutting
 
 
-def _same_numbers(model: nn.Module, moment: Moment) -> None:
-    """Random numbers by sample instead of by rank."""
+def _same_numbers(model: nn.Module, moment: Moment, part: Part | None = None) -> None:
+    """Random numbers by sample instead of by rank; `part` is this rank's of what tp splits."""
     key_dropouts(model, moment)
     key_attentions(model, moment)
+    key_functions(model, moment, part)
     if any(isinstance(each, nn.TransformerEncoderLayer) for each in model.modules()):
         # Its kernel for evaluation rounds differently and bypasses what axes do to its modules.
         torch.backends.mha.set_fastpath_enabled(False)
+
+
+def _find_batch(finder: BatchFinder, moment: Moment, at_once: bool) -> None:
+    """Find out where the batch is in what dropouts get; not at once where it may be that nothing is dropped."""
+
+    def locate() -> None:
+        found = finder.find()
+        if found is None:
+            moment.unplaced = finder.failure
+        else:
+            moment.place(found.calls)
+            moment.outputs = found.outputs
+
+    if at_once:
+        key_functions(nn.Module(), moment)  # dropouts are seen where torch's functions are replaced
+        locate()
+    else:
+        moment.locate = locate
 
 
 def _on_segments(model: nn.Module, own: list[tuple[int, str]], ways: Ways, moment: Moment) -> list[str]:

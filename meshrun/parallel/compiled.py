@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_map_only
 
 from meshrun.experiment import Experiment
 from meshrun.layout import Layout
+from meshrun.parallel.functional import leave_uncompiled, replacements
 
 if TYPE_CHECKING:
     from meshrun.parallel.inductor import Ample
@@ -116,6 +117,13 @@ def _prepare(asked: bool) -> None:
     import torch._functorch.config
     import torch._inductor.config
 
+    # torch notes which of its functions are part of graphs as they are; what stands in their place is compiled like
+    # any other code.
+    rules = torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    for replacement, own in replacements().items():
+        if replacement in rules:
+            rules[own] = rules.pop(replacement)
+    leave_uncompiled(torch._dynamo.disable)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     # What nobody has asked for must not end a training: what cannot be compiled is computed as it is written.
     torch._dynamo.config.suppress_errors = not asked

@@ -17,7 +17,7 @@ from torch.utils.data import default_collate
 
 from meshrun.errors import SharedError, UserError
 from meshrun.experiment import Experiment
-from meshrun.layout import Layout, nearest
+from meshrun.layout import Layout, nearest, parse
 from meshrun.parallel import cp, pp, segments, tp
 from meshrun.parallel.construct import blueprint
 from meshrun.parallel.schedule import chunks_of
@@ -48,6 +48,8 @@ class Demands:
         text = self.objection(layout)
         if text is not None:
             fitting = nearest(layout, layout.size, works=lambda near: self.objection(near) is None)
+            alone = [parse(f"{axis}={layout.size}") for axis in ("fsdp", "tp") if axis != "tp" or self.plan.styles]
+            fitting += [each for each in alone if each not in fitting and self.objection(each) is None]
             near = f"; layouts of {layout.size} ranks that work: {'; '.join(map(str, fitting))}" if fitting else ""
             raise SharedError(f"{text.removesuffix(' (--layout)')}{near} (--layout)")
 
@@ -57,7 +59,9 @@ class Demands:
         return self._traces[0]
 
     def sample(self) -> tuple[Any, Any]:
-        inputs, targets = (self.experiment.collate or default_collate)([self.experiment.train[0]])
+        """A batch of the first sample twice: batch norm refuses to train on one value a channel."""
+        first = self.experiment.train[0]
+        inputs, targets = (self.experiment.collate or default_collate)([first, first])
         return inputs, targets
 
     def _check(self, layout: Layout) -> None:

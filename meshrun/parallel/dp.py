@@ -130,7 +130,8 @@ class Replicated:
         short: Mapping[nn.Parameter, nn.Parameter],
     ) -> None:
         """`short` has the master of each parameter that is bf16."""
-        self.model, self.here, self.moment, self.notes = model, here, moment, notes
+        self.model = self.whole = model
+        self.here, self.moment, self.notes = here, moment, notes
         self.cutting = Cutting()
         self._arithmetic, self._compression = arithmetic, compression
         self._draws, self._buffers = any(draws(each) for each in model.modules()), PersistentBuffers(model)
@@ -178,7 +179,8 @@ class Replicated:
     def _loss(self, step: int, piece: Piece, loss: Score) -> Loss:
         self.moment.step = step
         # A model that draws by them wants them on its device.
-        self.moment.ids = piece.ids_on(self.here.device) if self._draws else piece.id_tensor()
+        draws = self._draws or self.moment.draws_in_functions
+        self.moment.ids = piece.ids_on(self.here.device) if draws else piece.id_tensor()
         found = self._computed(lambda: counted(self._forward(piece.inputs), piece, loss))
         self._copies_work = True
         return found
@@ -232,6 +234,10 @@ class Replicated:
 
     def own_buffers(self) -> dict[str, Tensor]:
         return self._buffers.now()
+
+    def stages_with(self, buffer: str) -> tuple[int, ...]:
+        del buffer
+        return (0,)
 
     def habits(self) -> dict[str, Any]:
         """Whether matrices must be fp32, and how gradients are reduced.

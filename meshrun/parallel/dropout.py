@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrun.errors import RunFailed
-from meshrun.parallel.moment import Moment, Turn
+from meshrun.parallel.moment import Call, Moment, Turn
 
 Part = tuple[int, int]
 """(part, parts): this part of that many equal, contiguous ones."""
@@ -70,14 +70,25 @@ class Keyed(nn.Module):
 
     def sample_words(self, x: Tensor) -> Tensor:
         """A 64-bit word for each sample of the micro-batch, other ones at the next call."""
+        return self.words_of(self.next_call(), x)
+
+    def next_call(self) -> Call:
+        """The call that this is; the module's next one is the call after it."""
+        call = self.turn.now
+        self.turn.now = call.after()
+        return call
+
+    def words_of(self, call: Call, x: Tensor) -> Tensor:
+        """A 64-bit word for each sample; one word for all where they share the tensor."""
         moment = self.moment
         if moment.ids is None:
             raise RunFailed(f"the module '{self.name}' draws random numbers by sample, but nobody said which ones: ids")
         assert moment.key is not None
-        word = moment.key + self.turn.now.word
+        word = moment.key + call.word
         if word.device.type != "cpu":  # a single number of the host goes with tensors of any device
             word = word.to(x.device)
-        self.turn.now = self.turn.now.after()
+        if call.place is not None and call.place.dim is None:
+            return mixed(torch.zeros(1, dtype=torch.int64, device=x.device) + word)
         return mixed(moment.ids.to(x.device) * SAMPLE + word)
 
     def misfit(self, x: Tensor, wanted: str) -> RunFailed:
@@ -91,8 +102,9 @@ class Keyed(nn.Module):
 class KeyedDropout(Keyed, nn.Dropout):
     """`nn.Dropout` by key.
 
-    Where nobody says which dim is the batch, it is dim 0 if that is a multiple of the number of samples, each of which
-    then owns as many consecutive entries; where only dim 1 has the size of the batch, that is it.
+    The batch is the dimension that tracing the model has found (`batch_dim.py`), of which each sample owns as many
+    consecutive entries as any other. Where the model was not traced, it is dim 0 if that is a multiple of the number
+    of samples; where only dim 1 has the size of the batch, that is it.
     """
 
     batch_dim: int | None = None
@@ -106,18 +118,52 @@ class KeyedDropout(Keyed, nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p in (0, 1) or self.moment.key is None:
             return super().forward(input)
-        words = self.sample_words(input)
-        samples, shape = len(words), input.shape
-        second = input.dim() > 1 and shape[1] == samples and self.batch_dim != 0
+        return self.drop(input, self.p)
+
+    def drop(self, input: Tensor, p: float) -> Tensor:
+        """The input without what is dropped at this rate."""
+        call = self.next_call()
+        words = self.words_of(call, input)
+        if call.place is not None and call.place.dim is None:
+            return self._kept(input[None], words, p)[0]
+        dim = self._batch_dim(input, len(words), call)
+        return self._kept(input, words, p) if dim == 0 else self._kept(input.movedim(dim, 0), words, p).movedim(0, dim)
+
+    def _batch_dim(self, input: Tensor, samples: int, call: Call) -> int:
+        shape, second = input.shape, input.dim() > 1
+        if call.place is not None and call.place.dim is not None:
+            dim = call.place.dim
+            if dim >= input.dim() or (samples and shape[dim] % samples) or (not samples and shape[dim]):
+                raise self.misfit(input, f"dim {dim} of what a Dropout gets")
+            return dim
+        second = second and shape[1] == samples and self.batch_dim != 0
         second = second and (self.batch_dim == 1 or (samples > 0 and shape[0] % samples > 0))
         if second:
-            shape = torch.Size((shape[1], shape[0], *shape[2:]))
+            return 1
         if (samples and shape[0] % samples) or (not samples and shape[0]):
             raise self.misfit(input, "dim 0 of what a Dropout gets")
-        rows = self._rows(shape, shape[0] // max(samples, 1), input.device)
+        if self.moment.unplaced is not None and self.batch_dim is None:
+            return self._said(input, samples)
+        return 0
+
+    def _said(self, input: Tensor, samples: int) -> int:
+        """Dim 0, unless the sizes would allow for dim 1 too: then what the user says."""
+        if input.dim() < 2 or samples < 2 or input.shape[1] % samples:
+            return 0
+        if self.moment.batch_dim is None:
+            raise RunFailed(
+                f"the module '{self.name}' got a tensor of shape {tuple(input.shape)} for a micro-batch of {samples} "
+                f"samples, of which both dim 0 and dim 1 may be the batch; the model does not tell, because "
+                f"{self.moment.unplaced}: say which it is with Experiment(batch_dim=0) or Experiment(batch_dim=1)"
+            )
+        return self.moment.batch_dim
+
+    def _kept(self, input: Tensor, words: Tensor, p: float) -> Tensor:
+        """The input, whose dim 0 is the batch, without what is dropped."""
+        shape = input.shape
+        rows = self._rows(shape, shape[0] // max(len(words), 1), input.device)
         columns = of_part(shape[-1] if input.dim() > 1 else 1, self.part_of_features, input.device)
-        kept = keeps(words, rows, columns, self.p).view(shape)
-        return dropped(input, kept.transpose(0, 1) if second else kept, self.p)
+        return dropped(input, keeps(words, rows, columns, p).view(shape), p)
 
     def _rows(self, shape: torch.Size, each: int, device: torch.device) -> Tensor:
         """The index in its sample, and in the unsplit tensor, of each row that a sample owns."""
@@ -165,6 +211,10 @@ class _KeyedChannels(Keyed):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p in (0, 1) or self.moment.key is None:
             return super().forward(input)
+        return self.drop(input, self.p)
+
+    def drop(self, input: Tensor, p: float) -> Tensor:
+        """The input without the channels that are dropped at this rate."""
         words = self.sample_words(input)
         batch = input if input.dim() in self.batched else input.unsqueeze(0)
         samples, (entries, channels) = len(words), batch.shape[:2]
@@ -175,9 +225,9 @@ class _KeyedChannels(Keyed):
         if positions is not None:
             mine = positions_of_part(positions, self.part_of_sequence)
             axis = mine.to(input.device) if len(mine) == channels else axis
-        kept = keeps(words, torch.arange(each, device=input.device), axis, self.p)
+        kept = keeps(words, torch.arange(each, device=input.device), axis, p)
         kept = kept.view(entries, channels, *[1] * (batch.dim() - 2))
-        return dropped(batch, kept, self.p).view(input.shape)
+        return dropped(batch, kept, p).view(input.shape)
 
 
 class KeyedDropout1d(_KeyedChannels, nn.Dropout1d):

@@ -11,7 +11,7 @@ with the sums of the losses.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,9 +34,16 @@ class Meshed:
     """Parts of a model on a mesh."""
 
     def __init__(
-        self, here: Here, pipeline: Pipeline, held: list[Held], model: nn.Module, cutting: Cutting, notes: list[str]
+        self,
+        here: Here,
+        pipeline: Pipeline,
+        held: list[Held],
+        model: nn.Module,
+        whole: nn.Module,
+        cutting: Cutting,
+        notes: list[str],
     ) -> None:
-        self.here, self.pipeline, self.model = here, pipeline, model
+        self.here, self.pipeline, self.model, self.whole = here, pipeline, model, whole
         first = {(each.name, each.block): each for each in reversed(held)}
         self.held = [each for each in held if each is first[each.name, each.block]]
         """What this rank holds, once each; `_copied` are the further copies that its other stages compute with."""
@@ -50,6 +57,7 @@ class Meshed:
         reduced = here.submesh("dp", "cp") if not self._sharded else None
         self._reduced = reduced.get_group() if reduced is not None else None
         self._ties = _ties(here, self.held)
+        self._buffer_stages = _stages_of(here, list(self.own_buffers()))
         self.trained = [each for each in self.held if each.parameter.requires_grad]
         self._holders_of: dict[tuple[bool, tuple[int, ...]], tuple[int, ...]] = {}
         self._copies_on_device: dict[tuple[int, ...], Tensor] = {}
@@ -163,6 +171,9 @@ class Meshed:
             assert isinstance(part.model, nn.Module)
             found |= {name: local(each) for name, each in persistent_buffers(part.model)}
         return found
+
+    def stages_with(self, buffer: str) -> tuple[int, ...]:
+        return self._buffer_stages.get(buffer, (self.here.place("pp"),))
 
     def habits(self) -> dict[str, Any]:
         """Which parameters nobody uses and which gradients come in several parts, once that is known."""
@@ -320,11 +331,8 @@ def _ties(here: Here, held: list[Held]) -> dict[str, tuple[tuple[int, ...], dist
     """Parameters that several stages hold -> those stages, and the group in which their gradients are summed."""
     if here.layout.pp == 1:
         return {}
-    stages: dict[str, set[int]] = {}
-    for rank, names in enumerate(here.gathered({each.name for each in held})):
-        for name in names:
-            stages.setdefault(name, set()).add(here.layout.coordinates(rank)["pp"])
-    shared = {name: tuple(sorted(places)) for name, places in sorted(stages.items()) if len(places) > 1}
+    stages = _stages_of(here, [each.name for each in held])
+    shared = {name: places for name, places in sorted(stages.items()) if len(places) > 1}
     groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
     for places in sorted(set(shared.values())):
         for ranks in here.layout.groups("pp"):
@@ -332,3 +340,14 @@ def _ties(here: Here, held: list[Held]) -> dict[str, tuple[tuple[int, ...], dist
             if here.rank in ranks and here.place("pp") in places:
                 groups[places] = group
     return {name: (places, groups.get(places)) for name, places in shared.items()}
+
+
+def _stages_of(here: Here, names: Sequence[str]) -> dict[str, tuple[int, ...]]:
+    """Each of the names that ranks give -> the places along pp of those that do."""
+    if here.layout.pp == 1:
+        return {}
+    stages: dict[str, set[int]] = {}
+    for rank, given in enumerate(here.gathered(sorted(set(names)))):
+        for name in given:
+            stages.setdefault(name, set()).add(here.layout.coordinates(rank)["pp"])
+    return {name: tuple(sorted(places)) for name, places in stages.items()}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,6 +30,16 @@ AHEAD = 12
 """Calls of a module in one forward pass for which words are made beforehand: more than most are ever called."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where the batch is in the input of one call of a dropout."""
+
+    dim: int | None
+    """None: no dimension grows with the batch, all samples share the tensor."""
+    shape: tuple[int, ...]
+    """Of the input for one sample: at `dim`, how many consecutive entries a sample owns."""
+
+
 class Call:
     """One call of a module in a forward pass: the word that it draws by, and the call after it.
 
@@ -39,6 +49,8 @@ class Call:
 
     def __init__(self, word: Tensor, following: Call | None = None) -> None:
         self.word, self.following = word, following
+        self.place: Place | None = None
+        """Where the batch is in what the module gets, if that was found out (`batch_dim.py`)."""
 
     def after(self) -> Call:
         if self.following is None:
@@ -101,6 +113,16 @@ class Moment:
     """The length of the whole sequence where `positions` are given."""
     device: torch.device = CPU
     """Where the model computes."""
+    batch_dim: int | None = None
+    """Which of dims 0 and 1 the user says is the batch, where only sizes can tell and both would fit."""
+    unplaced: str | None = None
+    """Why the model could not be traced for its batch dimensions: where sizes fit two, a dropout refuses to guess."""
+    locate: Callable[[], None] | None = None
+    """Traces the model for its batch dimensions; called once, before a model first draws as a function."""
+    draws_in_functions: bool = False
+    """Whether the model has called a dropout as a function, and so wants the sample ids on its device."""
+    outputs: Sequence[int | None] | None = None
+    """The batch dimension of each tensor among the model's outputs, where that was found out."""
     in_place: bool = field(init=False, repr=False, default=False)
     """Whether the keys of all steps are one tensor, so that what was recorded of one step reads that of the next."""
     key: Tensor | None = field(init=False, repr=False, default=None)
@@ -130,6 +152,14 @@ class Moment:
         if name not in self.turns:
             self.turns[name] = Turn.of(name, self.device)
         return self.turns[name]
+
+    def place(self, calls: Mapping[str, Sequence[Place]]) -> None:
+        """Tell the calls of modules where the batch is in what they get."""
+        for name, places in calls.items():
+            call = self.turn_of(name).first
+            for place in places:
+                call.place = place
+                call = call.after()
 
     def copy(self) -> Earlier:
         """This moment, to be returned to when it has moved on."""

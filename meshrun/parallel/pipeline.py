@@ -193,7 +193,8 @@ class _Run:
             self._waiting[action.stage, action.piece] = Passed(received, sent)
 
     def _score(self, outputs: Any, piece: Piece, action: Action) -> None:
-        losses = [counted(outputs, piece, function) for function in self.functions.values()]
+        dims = self.pipeline.moment.outputs
+        losses = [counted(outputs, piece, function, dims) for function in self.functions.values()]
         self.sums += torch.stack([as_sums(each) for each in losses])
         if self.scale is not None:
             self._totals[action.piece] = losses[0].total * self.scale

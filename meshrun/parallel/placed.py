@@ -10,16 +10,16 @@ each has the same number of them, and some rows may only fill one up: they are c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from meshrun.errors import WrongTarget
+from meshrun.errors import UserError, WrongTarget
 from meshrun.experiment import Loss, in_halves
 
 Score = Callable[[Any, Any], Loss]
@@ -115,6 +115,8 @@ class Placed(Protocol):
     """A model on this rank's place in the mesh."""
 
     model: nn.Module
+    whole: nn.Module
+    """All of the model, whose names and structure are the constructor's; without values where this rank has a part."""
     shards: list[Shard]
     """What is trained."""
     frozen: list[Shard]
@@ -148,6 +150,9 @@ class Placed(Protocol):
 
     def own_buffers(self) -> dict[str, Tensor]:
         """The persistent buffers that are on this rank, under the model's own names."""
+
+    def stages_with(self, buffer: str) -> tuple[int, ...]:
+        """The places along pp whose ranks have this buffer, all with the same values."""
 
     def habits(self) -> dict[str, Any]:
         """What past steps have settled about how the next ones are computed, as plain values."""
@@ -205,17 +210,21 @@ class PersistentBuffers:
         ]
 
 
-def counted(outputs: Any, piece: Piece, loss: Score) -> Loss:
-    """The loss of a piece's real rows."""
+OutputDims = Sequence[int | None]
+"""The batch dimension of each tensor among a model's outputs; None for a tensor that has none."""
+
+
+def counted(outputs: Any, piece: Piece, loss: Score, dims: OutputDims | None = None) -> Loss:
+    """The loss of a piece's real rows; `dims` are the outputs' batch dimensions, where they are known."""
     try:
-        return _counted(outputs, piece, loss)
+        return _counted(outputs, piece, loss, dims)
     except WrongTarget as wrong:
         if wrong.row < len(piece.ids):
             raise WrongTarget(wrong.what, wrong.row, f"sample {piece.ids[wrong.row]}") from None
         raise
 
 
-def _counted(outputs: Any, piece: Piece, loss: Score) -> Loss:
+def _counted(outputs: Any, piece: Piece, loss: Score, dims: OutputDims | None) -> Loss:
     rows = len(piece.ids)
     if piece.real == rows:
         return loss(outputs, piece.targets)
@@ -224,18 +233,37 @@ def _counted(outputs: Any, piece: Piece, loss: Score) -> Loss:
         floats = [each.sum() for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.is_floating_point()]
         total = torch.stack([each.full_tensor() if hasattr(each, "full_tensor") else each for each in floats]).sum()
         return Loss(total * 0.0, 0)
-    return loss(_first_rows(outputs, piece.real, rows), _first_rows(piece.targets, piece.real, rows))
+    targets = tree_map_only(Tensor, lambda each: _first_rows(each, _dim_of_rows(each, rows), piece.real), piece.targets)
+    return loss(_first_outputs(outputs, dims, piece.real, rows), targets)
 
 
-def _first_rows(values: Any, real: int, rows: int) -> Any:
-    return tree_map_only(Tensor, lambda each: each[:real] if each.dim() and each.shape[0] == rows else each, values)
+def _first_outputs(outputs: Any, dims: OutputDims | None, real: int, rows: int) -> Any:
+    leaves, structure = tree_flatten(outputs)
+    tensors = [number for number, each in enumerate(leaves) if isinstance(each, Tensor)]
+    known = dims is not None and len(dims) == len(tensors)
+    for place, number in enumerate(tensors):
+        dim = dims[place] if known and dims is not None else _dim_of_rows(leaves[number], rows)
+        leaves[number] = _first_rows(leaves[number], dim, real)
+    return tree_unflatten(leaves, structure)
+
+
+def _dim_of_rows(tensor: Tensor, rows: int) -> int | None:
+    return 0 if tensor.dim() and tensor.shape[0] == rows else None
+
+
+def _first_rows(tensor: Tensor, dim: int | None, real: int) -> Tensor:
+    # Losses take views of what they are given, which wants it in one piece.
+    return tensor if dim is None else tensor.narrow(dim, 0, real).contiguous() if dim else tensor[:real]
 
 
 def as_sums(loss: Loss) -> Tensor:
     """A loss as a tensor of two: total and count."""
     if not loss.total.is_cuda:
         # One small tensor instead of four: on a CPU looking at a number costs nothing.
-        return torch.tensor([loss.total.item(), float(loss.count)], dtype=torch.float64)
+        count = float(loss.count)
+        if not count >= 0:
+            raise UserError(f"a loss or a metric returned a Loss whose count is {count}; it must be at least 0")
+        return torch.tensor([loss.total.item(), count], dtype=torch.float64)
     total = loss.total.detach().double()
     if isinstance(loss.count, Tensor):
         return torch.stack([total, loss.count.detach().to(total)])

@@ -9,14 +9,19 @@ right shape at no cost, until its first segment is called: there the placeholder
 what the stage before has computed. When the first segment of the next stage is called, its arguments are what is to be
 sent, and the forward pass ends there. So what the model computes outside of its segments from its inputs alone (masks,
 positions) is there on every stage, and any tensors may cross a cut that are arguments of the segment after it.
+
+Buffers outside of segments (tables of positions) are on every stage. A module outside of segments that changes its own
+buffers (running statistics) is on the stage that calls it, as one with parameters is.
 """
 
 from __future__ import annotations
 
 import copy
+import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +32,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshrun.errors import UserError
 from meshrun.experiment import Loss
 from meshrun.parallel.placed import call
+from meshrun.parallel.placeholder import Writable, Writes, has_nan, placeholder
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,12 @@ class Trace:
     crossing: list[list[int]]
     """Which leaves of each segment's arguments depend on parameters: what has to be sent if the model is cut there."""
     outside: dict[str, set[int]]
-    """Module with parameters outside of segments -> after how many segments it was called."""
+    """Module outside of segments with parameters, or with buffers that it changes -> after how many segments it was
+    called."""
+    changing: dict[str, str] = field(default_factory=dict)
+    """Those of them that change a buffer in the forward pass -> one such buffer."""
+    overwritten: set[str] = field(default_factory=set)
+    """Modules whose outputs the model's own code writes into, as in-place ReLU does."""
 
     def cuts(self, stages: int) -> list[int]:
         """The number of each stage's first segment: contiguous stages, the most expensive one as cheap as can be."""
@@ -67,60 +78,131 @@ class Trace:
 
 
 def follow(model: nn.Module, segments: Sequence[str], sample: tuple[Any, Any]) -> Trace:
-    """Send one sample through a model on the meta device, and see what is called when.
+    """Send a batch through a model on the meta device, and see what is called when.
 
     The model's own code runs on real tensors: only modules with parameters give placeholders, so that code that looks
     at the values of masks or positions works.
     """
+    outside = _outside(model, segments)
+    trace, observed = _followed(model, segments, outside, sample)
+    # A module that changes its buffers is followed as one with parameters is, since only one stage has its inputs.
+    changing = {buffer.rpartition(".")[0] for buffer in observed.changed}
+    alone = [name for name in changing if not _inside(name, outside) and not _around(name, segments)]
+    if alone:
+        outside = [*outside, *alone]
+        trace, observed = _followed(model, segments, outside, sample)
+    around = sorted(buffer for buffer in observed.changed if not _inside(buffer.rpartition(".")[0], outside))
+    if around:
+        _refuse_spoiled(model, segments, outside, sample)
+    return trace
+
+
+def _followed(
+    model: nn.Module, segments: Sequence[str], outside: Sequence[str], sample: tuple[Any, Any]
+) -> tuple[Trace, _Observed]:
     seen = _Seen()
-    _send_through(model, segments, sample, seen.called, seen.spark)
+    observed = _send_through(model, segments, outside, sample, seen.called, seen.spark, seen.writes)
     missed = [name for name in segments if name not in seen.order]
     if missed:
         raise UserError(f"segment {missed[0]!r} was not called in the model's forward pass; leave it out of segments")
-    return Trace(seen.order, seen.costs, seen.crossing, seen.outside)
+    changing = {name: buffer for buffer in sorted(observed.changed) for name in outside if _inside(buffer, [name])}
+    overwritten = seen.writes.seen - observed.changed
+    return Trace(seen.order, seen.costs, seen.crossing, seen.outside, changing, overwritten), observed
+
+
+def _refuse_spoiled(model: nn.Module, segments: Sequence[str], outside: Sequence[str], sample: tuple[Any, Any]) -> None:
+    """Refuse a model whose own code changes a buffer by activations: all stages would do so, with placeholders."""
+    seen = _Seen(value=float("nan"))
+    observed = _send_through(model, segments, outside, sample, seen.called, seen.spark, seen.writes)
+    if observed.spoiled:
+        raise UserError(
+            f"the model changes its buffer {min(observed.spoiled)!r} outside of segments by values that only one stage "
+            f"of the pipeline has; change it in a module of its own, or inside a segment"
+        )
 
 
 Called = Callable[..., Any]
 """(name, whether it is a segment, its forward function, arguments) -> what to return in its place."""
 
 
+@dataclass(frozen=True)
+class _Observed:
+    """What a pass through a model without values has shown."""
+
+    outputs: Any
+    changed: set[str]
+    """Buffers outside of segments that the forward pass changes."""
+    spoiled: set[str]
+    """Those of them into which it has put a NaN."""
+
+
 def _send_through(
-    model: nn.Module, segments: Sequence[str], sample: tuple[Any, Any], called: Called, spark: Tensor
-) -> Any:
+    model: nn.Module,
+    segments: Sequence[str],
+    outside: Sequence[str],
+    sample: tuple[Any, Any],
+    called: Called,
+    spark: Tensor,
+    writes: Writes,
+) -> _Observed:
     """Run a model's own code, with `called` in place of its modules; parameters between them depend on `spark`."""
     model = copy.deepcopy(model)
-    outside = _outside(model, segments)
+    buffers: dict[str, tuple[nn.Module, str, Tensor]] = {}
     for name in (*segments, *outside):
         module = model.get_submodule(name)
         module.forward = partial(called, name, name in segments, module.forward)
     for name, module in model.named_modules():
-        if not _inside(name, [*segments, *outside]):
-            # What the model's own code uses directly must be there, if only in shape.
-            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                if tensor is not None:
-                    module.__dict__[key] = _placeholder(spark if key in module._parameters else spark.detach(), tensor)
-            module._parameters.clear()
-            module._buffers.clear()
+        if _inside(name, segments):
+            continue
+        stays = _inside(name, outside)
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in [(key, tensor) for key, tensor in tensors.items() if tensor is not None]:
+                if not stays:
+                    # What the model's own code uses directly must be there, if only in shape.
+                    from_parameter = tensors is module._parameters
+                    module.__dict__[key] = placeholder(spark if from_parameter else spark.detach(), tensor)
+                    del tensors[key]
+                if tensors is module._buffers:
+                    buffers[f"{name}.{key}" if name else key] = module, key, getattr(module, key)
+    for name, (_, _, tensor) in buffers.items():
+        writes.watch(tensor, name)
     try:
-        with torch.enable_grad():
-            return call(model, sample[0])
+        with torch.enable_grad(), writes:
+            outputs = call(model, sample[0])
     except (UserError, _Reached):
         raise
     except Exception as error:
         text = (str(error).splitlines() or [""])[0]
         raise UserError(
-            f"pp cannot follow the model's forward pass without its weights ({type(error).__name__}: {text}); "
-            f"between segments it must not depend on the values of activations"
+            f"pp cannot follow the model's forward pass without its weights ({_users_line(error)}"
+            f"{type(error).__name__}: {text}); between segments it must not depend on the values of activations"
         ) from error
+    replaced = {name: getattr(module, key) for name, (module, key, _) in buffers.items()}
+    replaced = {name: now for name, now in replaced.items() if now is not buffers[name][2]}
+    spoiled = {name for name, now in replaced.items() if isinstance(now, Tensor) and has_nan(now)}
+    changed = writes.seen & buffers.keys() | replaced.keys()
+    return _Observed(outputs, changed, writes.spoiled & buffers.keys() | spoiled)
+
+
+_NOT_THE_USERS = tuple(str(Path(each).parent) for each in (str(torch.__file__), str(Path(__file__).parent)))
+
+
+def _users_line(error: Exception) -> str:
+    """The innermost line of the user's program that an error went through, ahead of its text."""
+    frames = [
+        each for each in traceback.extract_tb(error.__traceback__) if not each.filename.startswith(_NOT_THE_USERS)
+    ]
+    return f"{frames[-1].filename}:{frames[-1].lineno}: " if frames else ""
 
 
 class _Seen:
-    def __init__(self) -> None:
+    def __init__(self, value: float = 0.0) -> None:
         self.order: list[str] = []
         self.costs: list[float] = []
         self.crossing: list[list[int]] = []
         self.outside: dict[str, set[int]] = {}
-        self.spark = torch.zeros((), requires_grad=True)
+        self.spark = torch.tensor(value, requires_grad=True)
+        self.writes = Writes()
         self._before = 0.0
 
     def called(self, name: str, is_segment: bool, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
@@ -138,11 +220,16 @@ class _Seen:
             self._before = 0.0
         else:
             self._before += cost
-        return tree_map_only(Tensor, partial(_placeholder, self.spark), outputs)
+        return tree_map_only(Tensor, partial(self._given_by, name), outputs)
+
+    def _given_by(self, name: str, like: Tensor) -> Tensor:
+        given = placeholder(self.spark, like)
+        self.writes.watch(given, name)
+        return given
 
 
 _MOST_OUTPUTS = 50_000_000
-"""Numbers in a model's outputs for one sample up to which its loss is tried on the host."""
+"""Numbers in a model's outputs for the batch of a trace up to which its loss is tried on the host."""
 
 
 def refuse_hidden(
@@ -153,20 +240,41 @@ def refuse_hidden(
     loss: Callable[[Any, Any], Loss],
 ) -> None:
     """Refuse a model in which something crosses a cut that is no argument of the segment after it."""
+    for name, buffer in trace.changing.items():
+        if len({trace.owner(place, cuts) for place in trace.outside.get(name, ())}) > 1:
+            raise UserError(
+                f"module {name!r} changes its buffer {buffer!r} in the forward pass, and several stages of the "
+                f"pipeline call it: each would change its own; give each call a module of its own"
+            )
     for first in cuts[1:]:
         before = torch.zeros((), requires_grad=True)
         crossed = torch.zeros((), requires_grad=True)
         called = partial(_tell_apart, trace.segments[first], trace.crossing[first], before, crossed, [])
-        outputs = _send_through(model, trace.segments, sample, called, crossed)
+        outputs = _send_through(model, trace.segments, list(trace.outside), sample, called, crossed, Writes()).outputs
         leaves = [each for each in tree_leaves(outputs) if isinstance(each, Tensor)]
         if sum(each.numel() for each in leaves) > _MOST_OUTPUTS:
             return
-        total = loss(outputs, sample[1]).total
-        if total.requires_grad and torch.autograd.grad(total, before, allow_unused=True)[0] is not None:
+        with Writes():
+            total = loss(outputs, sample[1]).total
+        if _depends_on(total, before):
             raise UserError(
                 f"the model cannot be cut before segment {trace.segments[first]!r}: what comes after it also uses "
                 f"results from before it that are no arguments of that segment; pass them through the segments"
             )
+
+
+def _depends_on(result: Tensor, leaf: Tensor) -> bool:
+    """Whether the autograd graph of a result reaches a leaf. No gradient is computed: placeholders have none."""
+    nodes, known = [result.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in known:
+            continue
+        if getattr(node, "variable", None) is leaf:
+            return True
+        known.add(node)
+        nodes += [following for following, _ in node.next_functions]
+    return False
 
 
 def _tell_apart(
@@ -187,14 +295,14 @@ def _tell_apart(
         brought += [leaves[number] for number in crossing]
     outputs, _cost = _shaped(forward, inputs, named)
     if not brought:
-        return tree_map_only(Tensor, partial(_placeholder, before), outputs)
+        return tree_map_only(Tensor, partial(placeholder, before), outputs)
     used = [
         crossed if any(leaf is each for each in brought) else leaf.reshape(-1)[0].float()
         for leaf in leaves
         if isinstance(leaf, Tensor) and leaf.requires_grad and leaf.numel()
     ]
     # What a module outside of segments gives depends on its own weights, which are there.
-    return tree_map_only(Tensor, partial(_placeholder, torch.stack([crossed, *used]).sum()), outputs)
+    return tree_map_only(Tensor, partial(placeholder, torch.stack([crossed, *used]).sum()), outputs)
 
 
 def _shaped(forward: Callable[..., Any], inputs: Any, named: Any) -> tuple[Any, float]:
@@ -205,13 +313,6 @@ def _shaped(forward: Callable[..., Any], inputs: Any, named: Any) -> tuple[Any, 
     touched = sum(each.numel() for each in tree_leaves(outputs) if isinstance(each, Tensor))
     # A number that is only moved costs about as much time as some tens of operations in a matrix product.
     return outputs, counter.get_total_flops() + 50.0 * touched
-
-
-def _placeholder(spark: Tensor, like: Tensor) -> Tensor:
-    """A tensor of that shape that takes no memory; it requires a gradient where the real one would."""
-    if like.is_floating_point():
-        return spark.to(like.dtype).expand(like.shape)
-    return torch.zeros((), dtype=like.dtype, device=spark.device).expand(like.shape)
 
 
 def _crossing(arguments: Any) -> list[int]:
@@ -226,7 +327,7 @@ def _outside(model: nn.Module, segments: Sequence[str]) -> list[str]:
     """Outermost modules with parameters that neither lie in a segment nor contain one."""
     found: list[str] = []
     for name, module in model.named_modules():
-        if not name or _inside(name, [*segments, *found]) or any(each.startswith(f"{name}.") for each in segments):
+        if _inside(name, [*segments, *found]) or _around(name, segments):
             continue
         if any(True for _ in module.parameters(recurse=False)):
             found.append(name)
@@ -235,6 +336,11 @@ def _outside(model: nn.Module, segments: Sequence[str]) -> list[str]:
 
 def _inside(name: str, outer: Sequence[str]) -> bool:
     return any(name == each or name.startswith(f"{each}.") for each in outer)
+
+
+def _around(name: str, segments: Sequence[str]) -> bool:
+    """Whether a module is the model, or contains a segment."""
+    return not name or any(each.startswith(f"{name}.") for each in segments)
 
 
 class Whole(nn.Module):
@@ -276,15 +382,16 @@ class Part(nn.Module):
             elif number == end:
                 self._end_at(name, trace.crossing[number])
             else:
-                self._stand_in(name)
+                self._stand_in(name, name in trace.overwritten)
         for name, places in trace.outside.items():
             if stage not in {trace.owner(place, cuts) for place in places}:
-                self._stand_in(name)
+                self._stand_in(name, name in trace.overwritten)
             else:
                 self._bring_across(name, [])
 
     def forward(self, received: tuple[Tensor, ...], inputs: Any) -> Any:
-        self._received = received
+        # A stage may change what it has received in place, which a leaf that requires a gradient does not allow.
+        self._received = tuple(Writable.apply(each) if each.requires_grad else each for each in received)
         try:
             return call(self.model, inputs)
         except _Reached as reached:
@@ -293,23 +400,29 @@ class Part(nn.Module):
             self._received = ()
             self._brought.clear()
 
-    def _stand_in(self, name: str) -> None:
-        """Let go of a module's parameters, and answer its calls with placeholders."""
+    def _stand_in(self, name: str, overwritten: bool) -> None:
+        """Let go of a module's parameters, and answer its calls with placeholders.
+
+        Those that the model's own code writes into have memory of their own.
+        """
         module, twin = self.model.get_submodule(name), self._shapes[0].get_submodule(name)
         _forget(module)
         known: dict[Any, Any] = {}
+        anew = Tensor.clone if overwritten else Tensor.detach
 
         def forward(*inputs: Any, **named: Any) -> Any:
             leaves = (*inputs, *named.values())
             leaves = leaves if all(map(_is_plain, leaves)) else tuple(tree_leaves(leaves))
-            looks = tuple((each.shape, each.dtype) if isinstance(each, Tensor) else str(each) for each in leaves)
+            shown = ((each.shape, each.dtype) if isinstance(each, Tensor) else str(each) for each in leaves)
+            looks = module.training, *shown
             if looks not in known:
+                twin.train(module.training)  # batch norm refuses one sample in training only
                 with torch.no_grad():
                     shapes = _shaped(twin.forward, inputs, named)[0]
-                known[looks] = tree_map_only(Tensor, partial(_placeholder, self._spark), shapes)
+                known[looks] = tree_map_only(Tensor, partial(placeholder, self._spark), shapes)
             # Another object each time, since placeholders are told apart by identity.
             found = known[looks]
-            return found.detach() if isinstance(found, Tensor) else tree_map_only(Tensor, Tensor.detach, found)
+            return anew(found) if isinstance(found, Tensor) else tree_map_only(Tensor, anew, found)
 
         module.forward = forward
 

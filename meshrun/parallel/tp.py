@@ -175,8 +175,8 @@ def check(model: nn.Module, plan: Plan, ranks: int) -> None:
             kind = nn.Embedding if style in SPLIT_VOCABULARY else nn.Linear
             if not isinstance(module, kind):
                 raise UserError(
-                    f"{plan.source} gives {name!r} the style {style!r}, which is for {kind.__name__}, "
-                    f"but it is {type(module).__name__}"
+                    f"{plan.source} gives {name!r} the style {style!r}, which needs torch.nn.{kind.__name__}, "
+                    f"but this is {type(module).__module__}.{type(module).__qualname__}"
                 )
         if isinstance(module, nn.MultiheadAttention):
             _divides(module.num_heads, ranks, f"{name!r} has {module.num_heads} heads")

@@ -91,9 +91,16 @@ def _turn(here: Here) -> Iterator[None]:
 
 
 def refuse_other(model: object) -> None:
-    """Say what the user's function returned, where that is no model."""
+    """Say what the user's function returned, where that is no model, or one whose state no safetensors file holds."""
     if not isinstance(model, nn.Module):
         raise UserError(f"Experiment(model=…) returned {type(model).__name__}; it must return a torch nn.Module")
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, Tensor) and tensor.dtype in (torch.complex128, torch.complex32):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise UserError(
+                f"{name!r} of the model is of type {kind}, which checkpoints cannot hold; make it complex64, "
+                f"or leave it out of the state (register_buffer(…, persistent=False))"
+            )
 
 
 def without_values(plan: Blueprint) -> nn.Module:

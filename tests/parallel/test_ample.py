@@ -85,6 +85,7 @@ def _compiles_anew(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(compiled, "_prepare", lambda _: None)  # with it, torch would want code to keep
     torch.manual_seed(0)
     torch._dynamo.reset()
+    torch._dynamo.trace_rules.clear_lru_cache()  # an earlier training may have left its own functions there
     with torch._functorch.config.patch(enable_autograd_cache=False):
         yield
     torch._dynamo.reset()

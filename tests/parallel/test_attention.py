@@ -16,6 +16,7 @@ from meshrun import RunFailed, UserError
 from meshrun.parallel.attention import FUSED, KeyedAttention, key_attentions, split_heads
 from meshrun.parallel.dropout import key_dropouts
 from meshrun.parallel.moment import Moment
+from tests import compare
 
 B, L, S, E, H = 4, 5, 7, 16, 4
 TOLERANCE = 1e-6
@@ -80,10 +81,7 @@ def results(module: nn.Module, given: list[Tensor], **options: Any) -> list[Tens
 
 
 def difference(got: list[Tensor | None], wanted: list[Tensor | None]) -> float:
-    assert [each is None for each in got] == [each is None for each in wanted]
-    pairs = [(a, b) for a, b in zip(got, wanted, strict=True) if a is not None and b is not None]
-    assert all(a.shape == b.shape for a, b in pairs)
-    return max(((a - b).abs().max() / b.abs().max().clamp(min=1)).item() for a, b in pairs)
+    return compare.difference(got, wanted, least=1)
 
 
 def torchs_own(monkeypatch: pytest.MonkeyPatch, module: KeyedAttention, given: list[Tensor], **options: Any) -> Any:

@@ -30,6 +30,7 @@ from meshrun.parallel.how import How
 from meshrun.recipes import llama
 from meshrun.recipes.llama import PLAN, Llama, Shape, segments
 from meshrun.train.loop import Trainer
+from tests.compare import largest
 from tests.programs.small_llama import phrases
 from tests.train.small import points, small, start_on_cpu
 from tests.train.whole import Result, differences, trained, weight_difference
@@ -291,7 +292,7 @@ def assert_as_one_process(layout: str, how: How, wanted: Result) -> None:
     small_layers_on_this_rank()
     mesh.use(mesh.Meeting(layout=layout, device="cpu"))
     found = trained(experiment(), how)
-    assert max(differences(found, wanted).values()) < 1e-3, differences(found, wanted)
+    assert largest(differences(found, wanted).values()) < 1e-3, differences(found, wanted)
     assert mesh.start().rank > 0 or weight_difference(found, wanted)[0] < 1e-2
 
 
@@ -320,7 +321,7 @@ def test_biases_are_added_once(layout: str, wanted_with_biases: Result):
     small_layers_on_this_rank()
     mesh.use(mesh.Meeting(layout=layout, device="cpu"))
     found = trained(small(20, 8, 2, model=with_biases, precision="float8", evals={"val": points(9)}))
-    assert max(differences(found, wanted_with_biases).values()) < 5e-3, differences(found, wanted_with_biases)
+    assert largest(differences(found, wanted_with_biases).values()) < 5e-3, differences(found, wanted_with_biases)
     assert mesh.start().rank > 0 or weight_difference(found, wanted_with_biases)[0] < 2e-2
 
 

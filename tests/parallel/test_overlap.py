@@ -272,3 +272,12 @@ def test_a_gradient_that_grows_after_it_was_sent_is_no_silent_mistake():
     trainer.model.twice = True
     with pytest.raises(RunFailed, match=r"'last\..*' came in several parts in one backward pass"):
         next(steps)
+
+
+def test_gradients_of_two_types_travel_in_buckets_of_their_own_and_large_ones_in_several(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    tensors = [torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16), torch.zeros(3), torch.zeros(3)]
+    assert reduced._bucketed(tensors) == [[0, 1], [2], [3, 4]]
+    monkeypatch.setattr(reduced, "BUCKET", 8)
+    assert reduced._bucketed(tensors) == [[0], [1], [2], [3], [4]]

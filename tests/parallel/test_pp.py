@@ -157,7 +157,34 @@ class Tied(nn.Module):
         return self.head(x)
 
 
+class InPlace(nn.Module):
+    """As torchvision's ResNets: in-place ReLU and BatchNorm around segments, and in-place ReLU first in a segment."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.relu, self.norm = nn.ReLU(inplace=True), nn.BatchNorm1d(4)
+            self.block = Block()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.block(self.relu(x)))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.norm, self.relu = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True)
+        self.register_buffer("table", torch.arange(4.0))
+        self.blocks = nn.ModuleList(InPlace.Layer() for _ in range(4))
+        self.last = nn.BatchNorm1d(4, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.norm(self.into(x))) + self.table
+        for block in self.blocks:
+            x = block(x).mul_(0.5)
+        return self.last(x).add_(self.table)
+
+
 MODELS: dict[str, Callable[[], Experiment]] = {
+    "in-place ReLU and BatchNorm": lambda: of(InPlace),
     "Sequential": lambda: of(lambda: nn.Sequential(*(Block() for _ in range(5)))),
     "masks by name, a buffer, a parameter of the model's own": lambda: of(Masked),
     "what the first blocks made for all later ones": lambda: of(Remembering),
@@ -286,7 +313,59 @@ class Forgets(Plain):
         return self.blocks[0](self.blocks[1](x))
 
 
+class Shifting(Plain):
+    """Changes a buffer of its own by what a segment has computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        with torch.no_grad():
+            self.mean.lerp_(x.mean(0), 0.1)
+        for block in self.blocks[1:]:
+            x = block(x - self.mean)
+        return x
+
+
+class OneNorm(Plain):
+    """Calls one batch norm after every block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, affine=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = self.norm(block(x))
+        return x
+
+
+class ByValue(Plain):
+    """Looks at the values of activations between segments."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+            assert x.std() > 0
+        return x
+
+
 REFUSED = {
+    "a buffer that a stage would change alone": (
+        Shifting,
+        "the model changes its buffer 'mean' outside of segments by values that only one stage of the pipeline has; "
+        "change it in a module of its own, or inside a segment",
+    ),
+    "running statistics of several stages": (
+        OneNorm,
+        r"module 'norm' changes its buffer 'norm.\w+' in the forward pass, and several stages of the pipeline call it",
+    ),
+    "values of activations": (
+        ByValue,
+        r"pp cannot follow the model's forward pass without its weights \(.*test_pp.py:\d+: AssertionError",
+    ),
     "a path past the segments": (Skips, r"cannot be cut before segment 'blocks.\d': .*pass them through the segments"),
     "a segment that is called twice": (Twice, "segment 'blocks.0' is called twice in one forward pass"),
     "a segment that is not called": (Forgets, "segment 'blocks.2' was not called in the model's forward pass"),
@@ -298,8 +377,22 @@ REFUSED = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_model_that_cannot_be_cut_is_refused_in_a_sentence_with_layouts_that_work(case: str):
     model, sentence = REFUSED[case]
-    with pytest.raises(UserError, match=rf"(?s){sentence}.*layouts of 2 ranks that work: .*\(--layout\)$"):
+    with pytest.raises(UserError, match=rf"(?s){sentence}.*layouts of 2 ranks that work: dp=2; fsdp=2 \(--layout\)$"):
         demands_of(of(model)).refuse(parse("pp=2"))
+
+
+def test_a_model_with_a_tensor_plan_that_cannot_be_cut_may_have_tp():
+    perceptron = of(lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))))
+    with pytest.raises(UserError, match=r"layouts of 2 ranks that work: dp=2; fsdp=2; tp=2 \(--layout\)$"):
+        demands_of(perceptron).refuse(parse("pp=2"))
+
+
+def test_a_stage_owns_the_running_statistics_around_segments_that_it_computes():
+    parts = staged(demands_of(of(InPlace)), InPlace(), 2)
+    held = [{name for name, _ in part.model.named_buffers() if "blocks" not in name} for part in parts]
+    statistics = ("running_mean", "running_var", "num_batches_tracked")
+    assert held[0] == {"table", *(f"norm.{each}" for each in statistics)}
+    assert held[1] == {"table", *(f"last.{each}" for each in statistics)}
 
 
 def test_more_chunks_than_segments_are_refused_for_interleaving_only():
@@ -307,3 +400,9 @@ def test_more_chunks_than_segments_are_refused_for_interleaving_only():
     demands.refuse(parse("pp=2"))
     with pytest.raises(UserError, match="'pp=2:interleaved' needs 4 stages, but the model has only 3 segments"):
         demands.refuse(parse("pp=2:interleaved"))
+
+
+def test_a_segment_that_only_moves_numbers_has_its_cost():
+    _, moved = pp._shaped(lambda x: x.clone(), (torch.zeros(4, 5),), {})
+    _, multiplied = pp._shaped(nn.Linear(5, 5, device="meta"), (torch.zeros(4, 5),), {})
+    assert 0 < moved < multiplied

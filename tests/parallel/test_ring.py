@@ -14,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from meshrun import UserError
 from meshrun.parallel import ring
 from meshrun.parallel.ring import positions, ring_attention
+from tests.compare import largest
 
 
 def drawn(tokens: int, heads: int = 4, kv_heads: int = 4, size: int = 8, value_size: int = 8) -> list[Tensor]:
@@ -85,21 +86,21 @@ def test_output_and_gradients_equal_those_of_one_process(n: int, dtype: torch.dt
     tensors = [each.to(dtype) for each in drawn(24 * n, **HEADS[heads])]
     mine, parts = on_the_ring(*tensors, dist.group.WORLD)
     found = differences(in_one_process(*tensors), mine, parts)
-    assert max(found) < within, found
+    assert largest(found) < within, found
 
 
 @pytest.mark.ranks(3)
 def test_one_token_a_chunk_is_enough():
     tensors = drawn(6)
     mine, parts = on_the_ring(*tensors, dist.group.WORLD)
-    assert max(differences(in_one_process(*tensors), mine, parts)) < 1e-6
+    assert largest(differences(in_one_process(*tensors), mine, parts)) < 1e-6
 
 
 @pytest.mark.ranks(2)
 def test_the_scale_is_the_one_asked_for():
     tensors = drawn(16)
     mine, parts = on_the_ring(*tensors, dist.group.WORLD, scale=0.7)
-    assert max(differences(in_one_process(*tensors, scale=0.7), mine, parts)) < 1e-6
+    assert largest(differences(in_one_process(*tensors, scale=0.7), mine, parts)) < 1e-6
 
 
 @pytest.mark.ranks(3)
@@ -120,7 +121,7 @@ def test_two_rings_in_one_world_keep_to_themselves():
     query, key, value, grad = drawn(16)
     tensors = (query + rank % 2, key, value, grad)
     mine, parts = on_the_ring(*tensors, rings[rank % 2])
-    assert max(differences(in_one_process(*tensors), mine, parts)) < 1e-6
+    assert largest(differences(in_one_process(*tensors), mine, parts)) < 1e-6
 
 
 @pytest.mark.ranks(2)
@@ -128,7 +129,7 @@ def test_half_precision_is_summed_in_single_precision():
     tensors = drawn(64, kv_heads=2)
     mine, parts = on_the_ring(*(each.bfloat16() for each in tensors), dist.group.WORLD)
     assert {each.dtype for each in parts} == {torch.bfloat16}
-    assert max(differences(in_one_process(*tensors), mine, parts)) < 2e-2
+    assert largest(differences(in_one_process(*tensors), mine, parts)) < 2e-2
 
 
 @pytest.mark.ranks(2)
@@ -137,7 +138,7 @@ def test_autocast_decides_the_precision_as_it_does_for_attention():
     with torch.autocast("cpu", torch.bfloat16):
         mine, parts = on_the_ring(*tensors[:3], tensors[3].bfloat16(), dist.group.WORLD)
     assert [each.dtype for each in parts] == [torch.bfloat16, *[torch.float32] * 3]
-    assert max(differences(in_one_process(*tensors), mine, parts)) < 2e-2
+    assert largest(differences(in_one_process(*tensors), mine, parts)) < 2e-2
 
 
 @pytest.mark.ranks(2)
@@ -204,4 +205,4 @@ def test_a_gpu_gives_what_one_process_gives(heads: str, dtype: torch.dtype, with
     whole = in_one_process(*(each.double() for each in tensors))
     mine, parts = on_the_ring(*(each.to(dtype) for each in tensors), dist.group.WORLD)
     found = differences(whole, mine, parts)
-    assert max(found) < within, found
+    assert largest(found) < within, found

@@ -103,6 +103,13 @@ def test_zero_bubble_keeps_no_more_activations_than_1f1b(ranks: int, pieces: int
         assert alive(split) <= alive(whole)
 
 
+@pytest.mark.parametrize(("ranks", "chunks", "pieces"), [(2, 2, 2), (2, 2, 8), (4, 2, 8), (4, 3, 16)])
+def test_interleaved_keeps_no_more_activations_than_fill_the_pipeline(ranks: int, chunks: int, pieces: int):
+    for rank, plan in enumerate(orders("interleaved", ranks, chunks, pieces)):
+        ahead = 2 * (ranks - rank - 1) + (chunks - 1) * ranks
+        assert alive(plan) == min(chunks * pieces, ahead + 1)
+
+
 @pytest.mark.parametrize("pieces", [2, 8])
 def test_gpipe_keeps_the_activations_of_all_micro_batches(pieces: int):
     assert [alive(plan) for plan in orders("gpipe", 2, 1, pieces)] == [pieces, pieces]

@@ -56,15 +56,15 @@ def test_a_plan_that_fits_no_model_is_refused_in_a_sentence(case: str):
 MIXED_UP = {
     "an embedding as a matrix": (
         {"embed": "colwise"},
-        r"gives 'embed' the style 'colwise', which is for Linear, but it is Emb",
+        r"gives 'embed' the style 'colwise', which needs torch.nn.Linear, but this is meshrun.recipes.llama.Emb",
     ),
     "a matrix as an embedding": (
         {"head": "embedding"},
-        r"gives 'head' the style 'embedding', which is for Embedding, but it",
+        r"gives 'head' the style 'embedding', which needs torch.nn.Embedding, but this is ",
     ),
     "a norm as a matrix": (
         {"norm": "rowwise"},
-        r"gives 'norm' the style 'rowwise', which is for Linear, but it is RMSNorm",
+        r"gives 'norm' the style 'rowwise', which needs torch.nn.Linear, but this is .*RMSNorm",
     ),
 }
 

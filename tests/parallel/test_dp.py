@@ -1,0 +1,41 @@
+"""The sums of a step travel as a gradient: counts arrive exact, whatever their size and the number of replicas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshrun.parallel.dp import Cargo
+
+
+def sums_after_the_mean(replicas: list[tuple[float, float, float]]) -> list[float]:
+    """What one replica unloads when the gradients of all replicas (total, count, asked) were averaged in fp32."""
+    cargo = Cargo(nn.Identity(), nn.Parameter(torch.zeros(1)))
+    sent: list[Tensor] = [
+        cargo.load(torch.tensor([total, count], dtype=torch.float64), asked, len(replicas))
+        for total, count, asked in replicas
+    ]
+    assert all(each.dtype == torch.float32 for each in sent)
+    cargo.hold.grad = torch.stack(sent).mean(0)
+    return cargo.unload().tolist()
+
+
+@pytest.mark.parametrize("count", [0, 1, 4095, 4096, 2**24 - 1, 2**24 + 1, 2**31 + 4097])
+def test_token_counts_beyond_the_whole_numbers_of_fp32_are_summed_exactly(count: int):
+    assert sums_after_the_mean([(0.5, count, 0.0)] * 2) == [1.0, 2 * count, 0.0]
+
+
+def test_replicas_with_different_counts_add_up():
+    assert sums_after_the_mean([(1.5, 2**24 + 1, 0.0), (2.5, 3, 1.0)]) == [4.0, 2**24 + 4, 1.0]
+
+
+def test_sums_that_were_unloaded_are_not_sent_again():
+    cargo = Cargo(nn.Identity(), nn.Parameter(torch.zeros(1)))
+    cargo.hold.grad = cargo.load(torch.tensor([1.0, 2.0], dtype=torch.float64), 0.0, 1)
+    cargo.unload()
+    assert cargo.hold.grad is None
+
+
+def test_a_model_in_bf16_sends_its_sums_in_fp32():
+    assert Cargo(nn.Identity(), nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))).hold.dtype == torch.float32

@@ -1,0 +1,30 @@
+"""Cross entropy of logits that are split over the vocabulary is that of whole logits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from meshrun import mesh
+from meshrun.parallel.vocabulary import split_cross_entropy
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("scale", [1.0, 300.0])
+def test_split_logits_give_the_loss_and_gradients_of_whole_ones(scale: float):
+    """Logits of hundreds: without the largest of all ranks, their exponentials are infinite or all zero."""
+    mesh.use(mesh.Meeting(layout="tp=2", device="cpu"))
+    here = mesh.start()
+    assert here.mesh is not None
+    torch.manual_seed(0)
+    whole = (torch.randn(6, 10) * scale).requires_grad_()
+    targets = torch.tensor([0, 9, 4, -100, 5, 7])
+    expected = F.cross_entropy(whole, targets, ignore_index=-100, reduction="sum")
+    (gradient,) = torch.autograd.grad(expected, whole)
+    logits = distribute_tensor(whole.detach(), here.mesh["tp"], [Shard(1)]).requires_grad_()
+    loss = split_cross_entropy(logits, targets, ignore_index=-100)
+    torch.testing.assert_close(loss, expected)
+    (found,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(found.full_tensor(), gradient, rtol=1e-5, atol=1e-6)
