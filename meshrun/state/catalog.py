@@ -65,7 +65,7 @@ def find(path: Path, step: int | None = None) -> Path:
         steps = ", ".join(str(each[0]) for each in map(number, there) if each)
         of = f" of step {step}" if step is not None else ""
         raise UserError(
-            f"{path} has no checkpoint{of}; " + (f"it has steps {steps} (--step)" if steps else "it has none")
+            f"{path} has no checkpoint{of}; it has steps {steps} (--step)" if steps else f"{path} has no checkpoint yet"
         )
     return found[-1]
 
@@ -107,6 +107,12 @@ def discard(path: Path) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
     shutil.rmtree(hidden, ignore_errors=True)
+
+
+def remove_partial(folder: Path) -> None:
+    """Delete all that never became a checkpoint, as far as the disk lets it be deleted."""
+    for path in folder.glob(f"{PARTIAL}*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def free_name(folder: Path, step: int) -> Path:

@@ -21,8 +21,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
+from meshrun.files import open_plain
 from meshrun.state.region import Box, Region
-from meshrun.state.shards import BLOCK, DTYPES, NAMES, Plan, Spec, open_plain, plan
+from meshrun.state.shards import BLOCK, DTYPES, NAMES, Plan, Spec, plan
 
 FORMAT = 1
 MOST_BYTES = 1 << 27
@@ -188,7 +189,9 @@ class Manifest:
         files: dict[str, File] = {}
         for row in _list(body.get("files"), "files"):
             name, *rest = _row(row, 3, "files")
-            files[_file_name(name)] = _file(name, rest)
+            if (file := _file(_file_name(name), rest)).blocks is None:
+                raise Unfit(f"has no checksums of {name}")
+            files[name] = file
         names = list(files)
         tensors = {}
         for name, row in _dict(body.get("tensors"), "tensors").items():

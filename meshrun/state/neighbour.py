@@ -4,30 +4,38 @@
     neighbour.send(index)                    # beside the training; `busy` until it has arrived
 
 A socket of its own, and no collective: those belong to the training, and end with it. The copy lies beside the
-neighbour's own state under the name `spare-RANK`.
+neighbour's own state under the name `spare-RANK`. Anybody can connect: a sender first answers a nonce with a proof that
+it knows the word which only ranks of this run have, and until then a connection costs one descriptor for some seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
-import os
 import secrets
+import selectors
 import socket
 import struct
 import threading
-from dataclasses import replace
+import time
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from meshrun.mesh import Here
 from meshrun.state.manifest import MOST_BYTES, Index, Unfit
 from meshrun.state.memory import forget, mark
 
+_NONCE = 32
+"""Bytes of the number that a listener sends to whoever connects."""
 _HEAD = struct.Struct("<32sQ")
-"""The word that only ranks of this run know, and the length of the index that follows."""
+"""The proof of a sender for that number, and the length of the index that follows."""
 _CHUNK = 4 << 20
 _PATIENCE = 60.0
 _ARRIVED = b"!"
+_STRANGERS = 16
+"""Connections that have not proved anything yet; senders do so at once."""
+_MEETING = 5.0
+"""Seconds in which a sender has proved that it knows the word."""
 
 
 class Neighbour:
@@ -39,9 +47,9 @@ class Neighbour:
         self.notes: list[str] = []
         self._told = False
         listener = socket.create_server((here.address, 0))
-        word = here.from_rank_0(secrets.token_bytes(32))
+        word = here.from_rank_0(secrets.token_hex(32))
         seats = here.gathered((here.world.node, here.world.local_rank, *listener.getsockname()[:2]))
-        self._word, self._to = word, _partner(seats, here.rank)
+        self._word, self._to = word.encode(), _partner(seats, here.rank)
         threading.Thread(target=self._listen, args=(listener,), name="neighbour", daemon=True).start()
 
     @property
@@ -65,11 +73,12 @@ class Neighbour:
         path = self.memory / index.name
         try:
             with socket.create_connection(self._to, _PATIENCE) as connection, path.open("rb") as image:
-                connection.sendall(_HEAD.pack(self._word, len(named)) + named)
+                proof = _proof(self._word, _read(connection, _NONCE), len(named))
+                connection.sendall(_HEAD.pack(proof, len(named)) + named)
                 connection.sendfile(image, 0, index.file.bytes)
                 connection.shutdown(socket.SHUT_WR)
                 why = None if connection.recv(1) == _ARRIVED else "the rank there did not keep it"
-        except OSError as error:
+        except (OSError, ValueError) as error:
             why = str(error)
         if why is not None and not self._told:
             # That a neighbour is gone the training sees by itself; for any other reason the next copy is tried again.
@@ -79,18 +88,18 @@ class Neighbour:
             )
 
     def _listen(self, listener: socket.socket) -> None:
+        door = _Door(listener, self._word)
         while True:
-            with contextlib.suppress(OSError):
-                connection, _ = listener.accept()
-                # Of its own, so that somebody who connects and says nothing keeps nobody waiting.
-                threading.Thread(target=self._hear, args=(connection,), name="neighbour", daemon=True).start()
+            for connection, length in door.senders():
+                receive = threading.Thread(target=self._hear, args=(connection, length), name="neighbour", daemon=True)
+                try:
+                    receive.start()
+                except RuntimeError:  # no further thread can be started; other senders wait
+                    self._hear(connection, length)
 
-    def _hear(self, connection: socket.socket) -> None:
+    def _hear(self, connection: socket.socket, length: int) -> None:
         with connection, contextlib.suppress(OSError, Unfit, ValueError):
-            connection.settimeout(_PATIENCE)
-            word, length = _HEAD.unpack(_read(connection, _HEAD.size))
-            if hmac.compare_digest(word, self._word) and length <= MOST_BYTES:
-                self._keep(connection, length)
+            self._keep(connection, length)
 
     def _keep(self, connection: socket.socket, length: int) -> None:
         index = Index.decode(_read(connection, length))
@@ -100,7 +109,6 @@ class Neighbour:
         beside = path.with_name(f".{path.name}")
         try:
             with beside.open("wb") as file:
-                os.posix_fallocate(file.fileno(), 0, index.file.bytes)
                 left = index.file.bytes
                 while left:
                     chunk = connection.recv(min(_CHUNK, left))
@@ -114,6 +122,87 @@ class Neighbour:
             connection.send(_ARRIVED)
         finally:
             beside.unlink(missing_ok=True)
+
+
+@dataclass
+class _Stranger:
+    connection: socket.socket
+    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE))
+    since: float = field(default_factory=time.monotonic)
+    head: bytes = b""
+
+
+class _Door:
+    """Who connects, until it has proved that it is a rank of this run: few at a time, in one thread, for seconds."""
+
+    def __init__(self, listener: socket.socket, word: bytes) -> None:
+        self._listener, self._word = listener, word
+        self._strangers: dict[int, _Stranger] = {}
+        """By file descriptor, the oldest one first."""
+        self._selector = selectors.PollSelector()
+        self._selector.register(listener, selectors.EVENT_READ)
+        listener.setblocking(False)
+
+    def senders(self) -> list[tuple[socket.socket, int]]:
+        """Connections of ranks that have come within a second, each with the length of its index."""
+        found = []
+        for ready, _ in self._selector.select(1.0):
+            if ready.fileobj is self._listener:
+                self._admit()
+            elif (stranger := self._strangers.get(ready.fd)) is not None and (length := self._proven(stranger)):
+                self._let_go(stranger)
+                stranger.connection.settimeout(_PATIENCE)
+                found.append((stranger.connection, length))
+        late = time.monotonic() - _MEETING
+        for stranger in [each for each in self._strangers.values() if each.since < late]:
+            self._show_out(stranger)
+        return found
+
+    def _admit(self) -> None:
+        try:
+            connection, _ = self._listener.accept()
+        except OSError:  # whoever it was is gone, or this process may open no further file for a while
+            time.sleep(0.05)
+            return
+        connection.setblocking(False)
+        stranger = _Stranger(connection)
+        self._strangers[connection.fileno()] = stranger
+        self._selector.register(connection, selectors.EVENT_READ)
+        if len(self._strangers) > _STRANGERS:
+            self._show_out(next(iter(self._strangers.values())))
+        with contextlib.suppress(OSError):  # found out by reading
+            connection.send(stranger.nonce)
+
+    def _proven(self, stranger: _Stranger) -> int:
+        """The length of a sender's index, once it has proved that it is one; 0 until then."""
+        try:
+            chunk = stranger.connection.recv(_HEAD.size - len(stranger.head))
+        except BlockingIOError:
+            return 0
+        except OSError:
+            chunk = b""
+        stranger.head += chunk
+        if chunk and len(stranger.head) < _HEAD.size:
+            return 0
+        if chunk:
+            proof, length = _HEAD.unpack(stranger.head)
+            if hmac.compare_digest(proof, _proof(self._word, stranger.nonce, length)) and length <= MOST_BYTES:
+                return int(length)
+        self._show_out(stranger)
+        return 0
+
+    def _let_go(self, stranger: _Stranger) -> None:
+        self._selector.unregister(stranger.connection)
+        del self._strangers[stranger.connection.fileno()]
+
+    def _show_out(self, stranger: _Stranger) -> None:
+        self._let_go(stranger)
+        stranger.connection.close()
+
+
+def _proof(word: bytes, nonce: bytes, length: int) -> bytes:
+    """Shows that a sender knows the word, for one connection and one length of what follows."""
+    return hmac.digest(word, nonce + length.to_bytes(8, "little"), "sha256")
 
 
 def _read(connection: socket.socket, length: int) -> bytes:
@@ -134,4 +223,5 @@ def _partner(seats: list[tuple[int, int, str, int]], rank: int) -> tuple[str, in
         return None
     after = nodes[(nodes.index(node) + 1) % len(nodes)]
     there = [each for each in seats if each[0] == after]
-    return there[seat % len(there)][2:]
+    _, _, host, port = there[seat % len(there)]
+    return host, port

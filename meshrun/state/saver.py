@@ -17,7 +17,6 @@ import contextlib
 import errno
 import os
 import secrets
-import shutil
 import threading
 import time
 from collections import Counter, deque
@@ -64,8 +63,7 @@ class Saver:
         self.folder, self.here, self.memory, self.keep, self.timeout = folder, here, memory, keep, timeout
         if here.rank == 0:
             # Before others know the token: with it they may begin to write at once.
-            for left_over in folder.glob(f"{catalog.PARTIAL}*"):
-                shutil.rmtree(left_over, ignore_errors=True)
+            catalog.remove_partial(folder)
         self.token = str(here.from_rank_0(secrets.token_hex(4)))
         names = [f"{stem}-{here.rank:05d}.safetensors" for stem in ("rank", "other")[:images]]
         self._stagings = deque(Staging(memory / name if memory else None, here.device.type == "cuda") for name in names)
@@ -194,7 +192,8 @@ class Saver:
         world = self.here.world
         first = world.rank - world.local_rank
         for path in self.memory.glob("*-*.safetensors"):
-            rank = int(text) if (text := path.stem.rpartition("-")[2]).isdigit() else -1
+            text = path.stem.rpartition("-")[2]
+            rank = int(text) if text.isascii() and text.isdigit() else -1
             if path.name.startswith("spare-") and rank < world.size:
                 continue  # a neighbour's, which replaces it when it has a newer one
             stale = path.name.startswith("words-") and rank == world.rank
@@ -265,8 +264,9 @@ class Saver:
                 error = f"cannot complete {partial}: {failure.strerror}"
             except Unfit as unfit:
                 error = f"the parts of step {index.step} do not fit together: {unfit}"
-        if error is not None:
-            shutil.rmtree(partial, ignore_errors=True)
+        # Before others hear of the outcome and may begin the next save. Earlier saves may have left something too:
+        # a disk that gets read-only lets nobody delete what it has taken before.
+        catalog.remove_partial(self.folder)
         self._say(index, "outcome", error or "")
         if path is not None:
             self._prune(index)

@@ -11,12 +11,9 @@ trusted here. Bytes go from a tensor's memory to the file and back without a cop
 from __future__ import annotations
 
 import ctypes
-import errno
-import io
 import json
 import math
 import os
-import stat
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -24,6 +21,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+
+from meshrun.files import open_plain
 
 BLOCK = 1 << 20
 CHUNK = 8 << 20
@@ -170,15 +169,6 @@ def _begin_writeback(file: int, at: int, length: int) -> None:
     if hasattr(_libc, "sync_file_range"):
         # A hint: where the file system does not know it, fsync does all the work.
         _libc.sync_file_range(file, ctypes.c_int64(at), ctypes.c_int64(length), _SYNC_FILE_RANGE_WRITE)
-
-
-def open_plain(path: Path) -> io.FileIO:
-    """Open a file to read, if it is one: to open a pipe would wait for somebody to write, and a device has no end."""
-    number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    if not stat.S_ISREG(os.fstat(number).st_mode):
-        os.close(number)
-        raise OSError(errno.EINVAL, "it is no plain file")
-    return io.FileIO(number)
 
 
 class Reader:

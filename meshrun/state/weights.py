@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_model, save_file
 from torch import Tensor, nn
 
+from meshrun import strict_json
 from meshrun.errors import UserError
 
 
@@ -34,7 +36,13 @@ def _alone(tensor: Tensor) -> Tensor:
 def save_tensors(tensors: dict[str, Tensor], path: Path, about: Mapping[str, Any]) -> None:
     """Write tensors under the names given."""
     with whole(path) as beside:
-        save_file(tensors, beside, metadata=_texts(about))
+        try:
+            save_file(tensors, beside, metadata=_texts(about))
+        except SafetensorError as error:
+            # safetensors says in a text what the system has refused; who waits for a disk expects an OSError.
+            if refused := re.search(r"os error (\d+)", str(error)):
+                raise OSError(int(refused[1]), os.strerror(int(refused[1])), str(path)) from error
+            raise
 
 
 @contextmanager
@@ -63,9 +71,10 @@ def load_weights(model: nn.Module, path: Path) -> dict[str, Any]:
     """Read weights into a model of the same shape; returns what was written about them."""
     try:
         with safe_open(path, framework="pt") as file:
-            about: dict[str, Any] = json.loads((file.metadata() or {}).get("about", "{}"))
+            said = strict_json.loads((file.metadata() or {}).get("about", "{}"))
+            about: dict[str, Any] = strict_json.of_type(dict, said, "about")
         load_model(model, path)
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"cannot read weights from {path}: {error}") from None
     except RuntimeError as error:
         raise UserError(f"the weights in {path} are of another model: {' '.join(str(error).split())}") from None

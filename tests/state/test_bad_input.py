@@ -214,6 +214,7 @@ LIES = {
     "two tensors in one place": (at("tensors", "model/b", 2, 0, 1, put=600), "two tensors overlap"),
     "a huge shape": (at(*W, 1, put=[1 << 50, 600]), "impossible shape|elements and pieces"),
     "a shape without an end": (at(*W, 1, put=[1 << 40] * 40), "impossible shape"),
+    "no checksums": (at("files", 0, 2, put=None), "has no checksums of rank-00000.safetensors"),
     "a piece outside": (at(*W, 2, 0, 2, put=[100, 0]), "outside of its shape"),
     "a negative size": (at(*W, 2, 0, 3, put=[-700, -600]), "is no count"),
     "a piece of other dimensions": (at(*W, 2, 0, 3, put=[420000]), "another number of dimensions"),

@@ -18,6 +18,7 @@ from torch.nn import functional
 from meshrun import UserError
 from meshrun.cli.export import Form, export_command
 from meshrun.cli.inspect import inspect_command
+from meshrun.cli.model_record import ModelRecord, record_of
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.recipes.llama import Llama, Shape, hf_parameters
 from meshrun.state import export
@@ -72,9 +73,13 @@ def tied(tmp_path: Path) -> RunDirectory:
     return run
 
 
-def test_a_torch_export_loads_into_the_model_with_its_tied_weights(tied: RunDirectory, capsys):
-    assert export_command(tied.path, Form.TORCH, None, None, False, True, False) == 0
+@pytest.mark.parametrize("recorded", [True, False], ids=["model.json", "--run-program"])
+def test_a_torch_export_loads_into_the_model_with_its_tied_weights(tied: RunDirectory, recorded: bool, capsys):
+    if recorded:
+        ModelRecord("Net", {"head.weight": "embed.weight"}).write(tied.path)
+    assert export_command(tied.path, Form.TORCH, None, None, False, True, False, run_program=not recorded) == 0
     told = json.loads(capsys.readouterr().out)
+    assert told["note"] is None
     path = tied.path / "export" / "step-00000007.pt"
     assert (told["out"], told["step"], told["bytes"]) == (str(path), 7, path.stat().st_size)
     state = torch.load(path, weights_only=True)
@@ -158,6 +163,7 @@ def test_a_transformers_model_comes_out_with_its_config(tmp_path: Path):
     model = scope["model"]().eval()  # type: ignore[operator]
     run = run_of(tmp_path, f"{tmp_path / 'theirs.py'}:experiment")
     saved(run.checkpoints, {f"model/{name}": each.detach() for name, each in model.named_parameters()}, 2)
+    record_of(model).write(run.path)
     export_command(run.path, Form.HF, tmp_path / "out", None, False, False, False)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     tokens = torch.arange(9)[None]
@@ -186,15 +192,47 @@ def test_the_checkpoint_is_chosen_by_step_or_score(tied: RunDirectory, tmp_path:
         exported("last")
     with pytest.raises(UserError, match="nowhere does not exist"):
         exported("x", tmp_path / "nowhere")
-    with pytest.raises(UserError, match="has no checkpoint; it has none"):
+    with pytest.raises(UserError, match="has no checkpoint yet"):
         exported("x", run_of(tmp_path, "digits").path)
 
 
 def test_a_program_that_is_gone_costs_only_what_it_knew(tied: RunDirectory, tmp_path: Path, capsys):
     (tmp_path / "net.py").unlink()
-    export_command(tied.path, Form.TORCH, None, None, False, True, False)
+    export_command(tied.path, Form.TORCH, None, None, False, True, False, run_program=True)
     assert "cannot be built here" in json.loads(capsys.readouterr().out)["note"]
     assert "head.weight" not in torch.load(tied.path / "export" / "step-00000007.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("form", [Form.TORCH, Form.HF, Form.SAFETENSORS])
+def test_the_program_that_a_run_names_is_run_only_if_asked_for(tied: RunDirectory, tmp_path: Path, form: Form, capsys):
+    """A run directory may come from anybody."""
+    trace = tmp_path / "was-here"
+    (tmp_path / "net.py").write_text(f"open({str(trace)!r}, 'w')\n{PROGRAM}")
+    export_command(tied.path, form, tmp_path / "out", None, False, True, False)
+    note = json.loads(capsys.readouterr().out)["note"]
+    assert not trace.exists() and (tmp_path / "out").exists()
+    if form is not Form.SAFETENSORS:
+        assert note.endswith(f"--run-program builds the model by running {tmp_path / 'net.py'}:experiment")
+        export_command(tied.path, form, tmp_path / "again", None, False, True, False, run_program=True)
+        assert trace.exists()
+
+
+DAMAGED = {
+    "config.json": [b"", b"[1]", b"7", b"[" * 200_000, b"\xff", b'{"format": 9, "config": {}}', b'{"format": "x"}'],
+    "model.json": [b"", b"[1]", b'{"model": 5}', b'{"model": "A", "tied": 5}', b'{"model": "A", "more": 1}'],
+}
+
+
+@pytest.mark.parametrize("file, damage", [(file, each) for file, all in DAMAGED.items() for each in all])
+def test_damaged_documents_beside_a_checkpoint_cost_no_weights(
+    tied: RunDirectory, tmp_path: Path, file: str, damage: bytes, capsys
+):
+    (tied.path / file).write_bytes(damage)
+    for form in (Form.TORCH, Form.HF):
+        assert export_command(tied.path, form, tmp_path / form, None, False, True, False) == 0
+        assert json.loads(capsys.readouterr().out)["note"]
+    assert torch.load(tmp_path / Form.TORCH, weights_only=True)["embed.weight"].shape == (5, 3)
+    assert not (tmp_path / Form.HF / "config.json").exists()
 
 
 def test_a_checkpoint_without_a_model_is_refused(tmp_path: Path):
@@ -246,7 +284,18 @@ def test_inspect_lists_and_verifies(tied: RunDirectory, capsys):
     shown = capsys.readouterr().out
     assert "model/embed.weight" in shown and "5 x 3" in shown
     assert "step 3, saved on dp=1 by 1 rank" in shown
-    assert "every byte is as it was written" in shown
+    assert "all checksums are right" in shown
+
+
+def test_inspect_lists_kind_after_kind_and_numbers_by_value(tmp_path: Path, capsys):
+    wanted = ["model/b.2.w", "model/b.10.w", "buffer/b.2.m@0", "optimizer/b.2.w/step", "rng/0/torch", "totals/losses"]
+    state = {"best": None, "habits": {}, "kept": {}, "groups": [], "totals": {}, "draws": False}
+    saved(tmp_path, dict.fromkeys(["rng/0/torch", *reversed(wanted)], numbers(2)), 3, state)
+    assert inspect_command(tmp_path, None, True, False) == 0
+    assert [tensor["name"] for tensor in json.loads(capsys.readouterr().out)["tensors"]] == wanted
+    assert inspect_command(tmp_path, None, False, False) == 0
+    shown = capsys.readouterr().out
+    assert "  best: null" in shown and "habits" not in shown and "groups" not in shown
 
 
 def test_inspect_finds_damage(tied: RunDirectory, capsys):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,30 @@ def test_what_a_dead_run_left_half_written_is_removed(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_part_that_a_read_only_disk_would_not_let_go_is_removed_with_the_next_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    kept = Saver(tmp_path, ALONE, None, keep=2)
+    write = saver.write_buffers
+
+    def read_only(path: Path, buffers: list[memoryview]) -> list[int]:
+        write(path, buffers)
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(saver, "write_buffers", read_only)
+        patched.setattr(catalog.shutil, "rmtree", lambda *_, **__: None)
+        kept.snapshot([Region.whole("w", BIAS)], 1, {})
+        kept.begin()
+        kept.wait()
+        assert [path.name[:9] for path in tmp_path.iterdir()] == [".partial-"]
+    kept.snapshot([Region.whole("w", BIAS)], 2, {})
+    kept.begin()
+    kept.wait()
+    assert [outcome.error is None for outcome in kept.finished()] == [False, True]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
+
+
 @pytest.fixture
 def node(tmp_path: Path) -> Path:
     return tmp_path / "node-0"
@@ -370,3 +395,99 @@ def test_a_save_tells_how_long_it_took(tmp_path: Path):
     (outcome,) = kept.finished()
     assert 0 < stall + outcome.seconds < time.perf_counter() - began
     assert outcome.bytes == (tmp_path / "step-00000001" / "rank-00000.safetensors").stat().st_size
+
+
+def test_every_file_is_on_the_disk_before_the_rename_shows_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A power cut after the rename must not find a checkpoint whose files were still in memory."""
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(file: int) -> None:
+        done.append(Path(f"/proc/self/fd/{file}").readlink().name)
+        fsync(file)
+
+    def renamed(path: Path, to: Path) -> Path:
+        done.append("rename")
+        return rename(path, to)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    checkpoint = saved(tmp_path, {"w": WHOLE})
+    before, after = done[: done.index("rename")], done[done.index("rename") + 1 :]
+    assert before[:2] == ["rank-00000.safetensors", "manifest.json"]
+    assert before[2].startswith(catalog.PARTIAL) and len(before) == 3, "the folder that holds the two names"
+    assert after == [tmp_path.name] and checkpoint.path.parent == tmp_path
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("change", [-1, 1])
+def test_a_file_that_is_shorter_or_longer_than_its_rank_says_becomes_no_checkpoint(tmp_path: Path, change: int):
+    here = mesh.start()
+    kept = Saver(tmp_path, here, None, keep=2)
+    write = saver.write_buffers
+
+    def damaged(path: Path, buffers: list[memoryview]) -> list[int]:
+        blocks = write(path, buffers)
+        if here.rank == 1:
+            os.truncate(path, path.stat().st_size + change)
+        return blocks
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(saver, "write_buffers", damaged)
+        kept.snapshot(regions(here.rank, here.size), 7, {})
+        kept.begin()
+        kept.wait()
+    (outcome,) = kept.finished()
+    assert outcome.error is not None and "rank-00001.safetensors is not as it was written" in outcome.error
+    assert catalog.complete(tmp_path) == []
+
+
+@pytest.mark.ranks(3)
+def test_of_several_ranks_that_fail_the_lowest_is_told_and_the_next_save_of_the_step_is_heard_anew(tmp_path: Path):
+    here = mesh.start()
+    kept = Saver(tmp_path, here, None, keep=2)
+
+    def full(path: Path, buffers: list[memoryview]) -> list[int]:
+        del path, buffers
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patched:
+        if here.rank:
+            patched.setattr(saver, "write_buffers", full)
+        kept.snapshot(regions(here.rank, here.size), 7, {})
+        kept.begin()
+        kept.wait()
+    (outcome,) = kept.finished()
+    assert outcome.error is not None and outcome.error.startswith("rank 1 on ")
+    here.gathered(None)
+    kept.begin()  # the same step again, where there is room now
+    kept.wait()
+    (outcome,) = kept.finished()
+    assert outcome.error is None
+    here.gathered(None)
+    assert [path.name for path in catalog.complete(tmp_path)] == ["step-00000007"]
+
+
+def test_a_neighbours_copy_and_other_ranks_of_this_node_stay_when_a_snapshot_is_marked(tmp_path: Path):
+    kept = Saver(tmp_path / "run", ALONE, tmp_path / "memory", keep=2)
+    (tmp_path / "memory").mkdir(exist_ok=True)
+    names = ["spare-00000", "spare-00007", "words-00000", "rank-00003", "passing-00000"]
+    for name in names:
+        (tmp_path / "memory" / f"{name}.safetensors").write_bytes(b"x")
+        (tmp_path / "memory" / f"{name}.json").write_text("{}")
+    kept.snapshot([Region.whole("w", BIAS)], 3, {})
+    left = sorted(path.stem for path in (tmp_path / "memory").glob("*.safetensors"))
+    # Of a world of one rank: 7 and 3 are no more, and its own last words are older than this snapshot.
+    assert left == ["passing-00000", "rank-00000", "spare-00000"]
+
+
+def test_the_copy_for_a_rank_of_another_node_stays_when_a_snapshot_is_marked(tmp_path: Path):
+    of_two_nodes = replace(ALONE, world=mesh.World(0, 2, 0, 1, 0, 2, "here", "none"))
+    kept = Saver(tmp_path / "run", of_two_nodes, tmp_path / "memory", keep=2)
+    (tmp_path / "memory").mkdir(exist_ok=True)
+    for name in ("spare-00001", "spare-00002"):
+        (tmp_path / "memory" / f"{name}.safetensors").write_bytes(b"x")
+    kept.snapshot([Region.whole("w", BIAS)], 3, {})
+    assert sorted(path.stem for path in (tmp_path / "memory").glob("spare-*.safetensors")) == ["spare-00001"]

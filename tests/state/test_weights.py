@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
+import resource
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from meshrun import UserError
@@ -113,6 +116,17 @@ def read(path: Path) -> torch.Tensor:
         return file.get_tensor("a")
 
 
+def test_a_write_that_the_system_refuses_is_an_error_of_the_system(tmp_path: Path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(OSError) as error:
+            save_weights({"weight": torch.ones(1000)}, tmp_path / "last.safetensors", {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (error.value.errno, error.value.filename) == (errno.EFBIG, str(tmp_path / "last.safetensors"))
+
+
 def test_weights_of_another_shape_are_refused_in_a_sentence(tmp_path: Path):
     path = tmp_path / "w.safetensors"
     save_weights(tensors(net(4)), path, {})
@@ -161,3 +175,19 @@ def test_half_a_file_is_refused_in_a_sentence(tmp_path: Path):
     path.write_bytes(path.read_bytes()[:-20])
     with pytest.raises(UserError, match="cannot read weights from"):
         load_weights(net(), path)
+
+
+def test_weights_are_on_the_disk_before_their_file_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, done = tmp_path / "best.safetensors", []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (done.append(path.exists()), fsync(file)))
+    monkeypatch.setattr(Path, "replace", lambda *given: (done.append("replace"), replace(*given))[1])
+    save_weights({"w": torch.ones(3)}, path, {})
+    assert done == [False, "replace"] and path.exists()
+
+
+def test_a_view_is_written_without_the_rest_of_its_memory(tmp_path: Path):
+    whole = torch.arange(1000.0)
+    save_weights({"w": whole[10:20], "v": whole[500:502]}, tmp_path / "a.safetensors", {})
+    assert (tmp_path / "a.safetensors").stat().st_size < 1000
+    assert load_file(tmp_path / "a.safetensors")["v"].tolist() == [500.0, 501.0]

@@ -1,0 +1,145 @@
+"""A rank keeps the state that ranks of its own run send it, and nothing of anybody else's."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from meshrun.state import neighbour as module
+from meshrun.state.memory import memory_files
+from meshrun.state.neighbour import Neighbour
+from tests.launch.command import wait_until
+
+from .test_exchange import index
+
+IMAGE = os.urandom(1 << 20)
+
+
+class Rank:
+    """One of two ranks on two nodes, as far as a neighbour needs to know it."""
+
+    def __init__(self, rank: int, word: str, seats: list[Any]) -> None:
+        self.rank, self.address, self.world = rank, "127.0.0.1", self
+        self.node, self.local_rank = rank, 0
+        self._word, self._seats = word, seats
+
+    def from_rank_0(self, _value: str) -> str:
+        return self._word
+
+    def gathered(self, value: Any) -> list[Any]:
+        self._seats[self.rank] = value
+        return self._seats
+
+
+class Pair:
+    """Two neighbours in this process, of which the second one keeps what the first sends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.seats: list[Any] = [(0, 0, "127.0.0.1", 1), (1, 0, "127.0.0.1", 1)]
+        self.folders = [folder / "sender", folder / "keeper"]
+        for each in self.folders:
+            each.mkdir()
+        self.keeper = Neighbour(Rank(1, "word", self.seats), self.folders[1])  # type: ignore[arg-type]
+        self.where: tuple[str, int] = self.seats[1][2:]
+        (self.folders[0] / "rank-00000.safetensors").write_bytes(IMAGE)
+
+    def send(self, word: str = "word") -> list[str]:
+        """What is noted of one copy that a rank with this word sends."""
+        sender = Neighbour(Rank(0, word, self.seats), self.folders[0])  # type: ignore[arg-type]
+        sender.send(index(size=len(IMAGE)))
+        sender.wait()
+        return sender.notes
+
+    @property
+    def kept(self) -> list[str]:
+        return sorted(each.name for each in self.folders[1].iterdir())
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    yield Pair(tmp_path)
+
+
+def listeners() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "neighbour"]
+
+
+def test_a_copy_of_the_state_arrives_whole(pair: Pair):
+    assert pair.send() == []
+    (file,) = memory_files(pair.folders[1])
+    assert file.index == replace(index(size=len(IMAGE)), name="spare-00000.safetensors")
+    assert file.path.read_bytes() == IMAGE
+
+
+def test_nothing_is_kept_of_a_sender_with_another_word(pair: Pair):
+    (note,) = pair.send(word="guess")
+    assert "rank 0 could not leave a copy of its state on the next node, at 127.0.0.1: " in note
+    assert pair.kept == []
+    assert pair.send() == [], "the right one is still heard"
+
+
+def test_a_proof_holds_for_one_connection_alone(pair: Pair):
+    named = replace(index(size=1), name="spare-00000.safetensors").encode()
+    with socket.create_connection(pair.where, 5) as first, socket.create_connection(pair.where, 5) as second:
+        head = module._HEAD.pack(module._proof(b"word", module._read(first, 32), len(named)), len(named))
+        module._read(second, 32)
+        second.sendall(head + named + b"x")
+        assert closed(second) and pair.kept == []
+        first.sendall(head + named + b"x")
+        wait_until(lambda: pair.kept == ["spare-00000.json", "spare-00000.safetensors"], 10)
+
+
+def closed(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(64) == b""
+    except ConnectionResetError:
+        return True
+
+
+@pytest.mark.parametrize("noise", [b"", b"x" * 39, b"\0" * 4096])
+def test_strangers_cost_no_thread_few_descriptors_and_are_shown_out(
+    pair: Pair, noise: bytes, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "_MEETING", 0.5)
+    before, files = len(listeners()), len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    strangers = []
+    for _ in range(100):
+        strangers.append(socket.create_connection(pair.where, 5))
+        strangers[-1].sendall(noise)
+    assert len(listeners()) == before
+    assert pair.send() == []
+    assert len(os.listdir("/proc/self/fd")) <= files + len(strangers) + module._STRANGERS + 4  # noqa: PTH208
+    for each in strangers:
+        with each:
+            while not closed(each):  # after the nonce
+                pass
+
+
+def test_a_copy_is_kept_though_no_thread_can_be_started(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    start = threading.Thread.start
+
+    def fail(thread: threading.Thread) -> None:
+        if thread.name == "neighbour":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    sender = Neighbour(Rank(0, "word", pair.seats), pair.folders[0])  # type: ignore[arg-type]
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    for _ in range(2):
+        sender.send(index(size=len(IMAGE)))
+        sender.wait()
+    assert sender.notes == [] and len(memory_files(pair.folders[1])) == 1
+
+
+def test_a_silent_stranger_keeps_no_sender_waiting(pair: Pair):
+    with socket.create_connection(pair.where, 5):
+        began = time.monotonic()
+        assert pair.send() == [] and time.monotonic() - began < module._MEETING
