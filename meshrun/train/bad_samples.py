@@ -10,13 +10,25 @@ Ranks that share samples write the same, and a step that is computed again is wr
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from meshrun.errors import RunFailed
+from meshrun import strict_json
+from meshrun.observe.events import LineFile
 
 SHOWN = 20
 NAMED = 5
+
+
+@dataclass(frozen=True)
+class _Line:
+    """A sample that was left out, as it is written down."""
+
+    set: str
+    step: int
+    id: int
+    why: str
 
 
 class BadSamples:
@@ -24,21 +36,15 @@ class BadSamples:
 
     def __init__(self, folder: Path | None, rank: int) -> None:
         self._path = None if folder is None else folder / f"rank-{rank:05d}.jsonl"
+        self._file: LineFile | None = None
 
     def add(self, name: str, step: int, samples: tuple[tuple[int, str], ...]) -> None:
         """Samples of a set, by number, with the reason for each. `step` counts from 1."""
         if not samples or self._path is None:
             return
-        lines = [json.dumps({"set": name, "step": step, "id": number, "why": why}) + "\n" for number, why in samples]
-        try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            with self._path.open("a") as file:
-                file.writelines(lines)
-        except OSError as error:
-            # Leaving samples out in silence is what nobody has asked for.
-            raise RunFailed(
-                f"cannot write down in {self._path} which samples are left out: {error.strerror or error}"
-            ) from error
+        self._file = self._file or LineFile(self._path)
+        for number, why in samples:
+            self._file.add(json.dumps({"set": name, "step": step, "id": number, "why": why}).encode())
 
 
 def read_bad(folder: Path) -> dict[str, Any] | None:
@@ -46,13 +52,13 @@ def read_bad(folder: Path) -> dict[str, Any] | None:
     met: set[tuple[str, int, int]] = set()
     why: dict[tuple[str, int], str] = {}
     for path in sorted(folder.glob("rank-*.jsonl")):
-        for line in path.read_text().splitlines():
+        for line in path.read_bytes().splitlines():
             try:
-                found = json.loads(line)
+                found = strict_json.of_type(_Line, strict_json.loads(line), "it")
             except ValueError:  # the last line of a rank that was killed
                 continue
-            met.add((found["set"], found["step"], found["id"]))
-            why.setdefault((found["set"], found["id"]), found["why"])
+            met.add((found.set, found.step, found.id))
+            why.setdefault((found.set, found.id), found.why)
     shown = [{"set": name, "id": number, "why": text} for (name, number), text in sorted(why.items())[:SHOWN]]
     return {"count": len(met), "samples": shown} if met else None
 

@@ -15,9 +15,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from meshrun.data.drawn import Drawn, draw_on
 from meshrun.parallel.moment import Moment
 from meshrun.parallel.placed import Placed
-from meshrun.train.drawn import Drawn, draw_on
 
 
 class Before:

@@ -10,7 +10,7 @@ While one rank waits for its data, all others wait for that rank: the share of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,12 +105,13 @@ def waited_for_data(trainer: Trainer, cached: bool) -> dict[str, Any]:
     """The share of the time that data was waited for, by rank and by the worst of them, and a word to the user."""
     here, totals = trainer.here, trainer.totals
     own = trainer.tally.wait(here.rank, here.world.host, trainer.reading.workers, cores.granted())
-    waits = here.gathered((own, cores.granted_to_job(inherited(), here.world), cores.mended(here.world)))
+    words = here.gathered((asdict(own), cores.granted_to_job(inherited(), here.world), cores.mended(here.world)))
+    waits = [(Wait(**wait), *rest) for wait, *rest in words]
     shares = here.gathered(totals.data_wait / totals.seconds if totals.seconds else 0.0)
-    worst, granted, mended = max(waits, key=lambda each: each[0].share)
+    worst, granted, mended = waits[shares.index(max(shares))]
     if here.rank == 0:
         facts = facts_of(trainer.experiment.train, trainer.experiment.shuffle, cached, granted, mended, disks.mounts())
-        said = sentence(worst, [each for each, *_ in waits], facts)
+        said = sentence(worst, [each for each, *_ in waits], facts, max(shares))
         if said is not None:
             trainer.tell("note", text=said)
     return {"data_wait": max(shares) if totals.seconds else None, "data_waits": shares}
@@ -135,8 +136,8 @@ def facts_of(data: Any, shuffle: str, cached: bool, granted: int | None, mended:
     return Facts(granted, mended, str(found), count, file_system_of(str(path.resolve()), mounts), cached, shuffle)
 
 
-def sentence(worst: Wait, waits: Sequence[Wait], facts: Facts) -> str | None:
-    """What to tell the user, or None where waiting is not worth a word."""
+def sentence(worst: Wait, waits: Sequence[Wait], facts: Facts, share: float) -> str | None:
+    """What to tell the user, or None where waiting is not worth a word; `share` is that of the whole run."""
     if worst.share <= WORTH_A_WORD or worst.waited < LEAST_WAITED:
         return None
     if worst.seconds < LEAST_SECONDS and worst.steps < LEAST_STEPS:
@@ -150,7 +151,7 @@ def sentence(worst: Wait, waits: Sequence[Wait], facts: Facts) -> str | None:
     idle = worst.busy < IDLE
     advice = [*(_on_waiting(worst) if idle else _on_cores(worst, lost, facts.mended)), *_on_data(facts)]
     return (
-        f"{100 * worst.share:.0f} % of the time waited for data{where}: reading has {cores} and "
+        f"{100 * share:.3g} % of the time waited for data{where}: reading has {cores} and "
         f"{_readers(worst.workers)}{_at_what(worst) if idle else ''}; {', or '.join(advice)}"
     )
 

@@ -28,14 +28,17 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from meshrun.config import RunDirectory
-from meshrun.errors import SharedError
+from meshrun.config import RunDirectory, remove
+from meshrun.errors import RunFailed, SharedError
 from meshrun.launch.words import word_of_the_launcher, writing
+from meshrun.observe.failures import directory_gone
 from meshrun.train.deadline import Deadline
 from meshrun.train.loop import Stopped, Trainer
 
 LOOK_EVERY = 1.0
 """Seconds between two looks for the stop file: it may lie on a disk that a thousand runs share."""
+LOOKS_FOR_DELETED = 2
+"""Looks in a row that find no run directory before the run ends: a file server may lose sight of one for a moment."""
 ASK_AHEAD = 5.0
 """Seconds before the time to stop at which Slurm is asked whether that still holds: limits get extended."""
 ANSWER_WITHIN = 2.0
@@ -97,6 +100,8 @@ class Ending:
         self._by = "clock"
         """Who wants that: clock, signal, slurm or user."""
         self._look_at = 0.0
+        self._missing = 0
+        """Looks in a row at which the run directory was not there."""
         self._asked_about = math.inf
         """The end that was asked about last, whether it still holds."""
         self._steps: deque[float] = deque([0.0], RECENT)
@@ -149,6 +154,7 @@ class Ending:
         now = time.monotonic()
         if now >= self._look_at:
             self._look_at = now + LOOK_EVERY
+            self._refuse_deleted()
             if (by := self._run.asked_to_stop_by()) is not None:
                 told = "Slurm has told the job that it is to end"
                 self._why, self._by = told if by == "slurm" else f"{self._run.stop_file} was made", by
@@ -166,6 +172,18 @@ class Ending:
             if self._is_time(needed):
                 deadline.wait(ASK_AHEAD)  # where steps are long, it was asked just now
                 self._why = deadline.why if self._is_time(needed) else None
+
+    def _refuse_deleted(self) -> None:
+        """End a run whose directory is gone: nothing of it could be kept."""
+        try:
+            (self._run.path / "config.json").stat()
+            self._missing = 0
+        except FileNotFoundError:  # of the folder it would say nothing: whoever writes a checkpoint makes it again
+            self._missing += 1
+        except OSError:
+            return
+        if self._missing >= LOOKS_FOR_DELETED:
+            raise RunFailed(directory_gone(self._run, f" (step {self._trainer.step})"))
 
     def _is_time(self, needed: float) -> bool:
         assert self._deadline is not None
@@ -217,7 +235,7 @@ class Ending:
         with writing(memory, here.rank) if memory is not None else nullcontext():
             saved = self._trainer.keeper.save_last()
         if here.rank == 0:
-            self._run.stop_file.unlink(missing_ok=True)
+            remove(self._run.stop_file)
         why, by = next((why, by) for why, by, *_ in said if why is not None)
         return {
             "step": self._trainer.step,
@@ -234,9 +252,9 @@ def begin_anew(run: RunDirectory, again: bool) -> None:
 
     `again` says that its launcher has only started ranks anew.
     """
-    run.stopped_file.unlink(missing_ok=True)
+    remove(run.stopped_file)
     if not again:
-        run.stop_file.unlink(missing_ok=True)
+        remove(run.stop_file)
 
 
 def _bytes_a_second(folder: Path) -> float:

@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from meshrun.data.drawn import Drawn
 from meshrun.errors import RunFailed
 from meshrun.launch.words import word_of_the_launcher, writing
 from meshrun.state.neighbour import Neighbour
 from meshrun.state.saver import Saver
-from meshrun.train.drawn import Drawn
 from meshrun.train.interval import failures_apart
 from meshrun.train.recovery import Keeping, Recovery
 from meshrun.train.state import Moment, moment, passing, regions, values, weights
@@ -37,6 +37,8 @@ SPARE_SHARE = 0.02
 """Copies in memory are made as often as they take at most this share of the time: every step, where they are quick."""
 LAST_SAVE = 20.0
 """Seconds that a run which is told to stop takes for its last checkpoint."""
+AGAIN_AFTER = 30.0
+"""Seconds after which a checkpoint that could not be written is tried again, where the interval is a time."""
 HEARD_WITHIN = 1.0
 """Seconds that a rank which has lost others waits for the launcher to say which ones."""
 
@@ -70,6 +72,8 @@ class Keeper:
         self._stall = 0.0
         self.took: float | None = None
         """Seconds from the beginning of the last checkpoint to its end, as this rank saw it."""
+        self.unsaved: str | None = None
+        """Why the last checkpoint that was due could not be kept; None if it was."""
         self._saved: int | None = None
         self._given = 0
         """The step with which this training began, if it need not be kept any more."""
@@ -139,12 +143,14 @@ class Keeper:
         before, then = self._looked
         pace = (now - then) / max(1, step - before)
         # All that differs between ranks is compared: one that decided by its own clock would go its own way.
-        words = here.gathered((now - self._saved_at, pace, self._cost, self._busy, self.trainer.totals.seconds))
+        own = now - self._saved_at, pace, self._cost, self._busy, self.trainer.totals.seconds, self.unsaved is not None
+        words = here.gathered(own)
         elapsed, pace = max(each[0] for each in words), max(max(each[1] for each in words), 1e-4)
         costs = [each[2] for each in words if each[2] is not None]
         trained = max(each[4] for each in words)
         apart = failures_apart(self.keeping.mtbf, here.size, self.keeping.generation, trained)
-        left = self.keeping.every.seconds(max(costs) if costs else None, apart) - elapsed
+        wait = self.keeping.every.seconds(max(costs) if costs else None, apart)
+        left = (min(wait, AGAIN_AFTER) if any(each[5] for each in words) else wait) - elapsed
         self._looked = step, now
         if left < pace / 2 and not any(each[3] for each in words):
             return True
@@ -160,6 +166,7 @@ class Keeper:
         if self._neighbour is not None:
             self._neighbour.wait()
         self._report()
+        trainer.write_late_weights()  # before a state says that they are there
         self._moment = moment(trainer)
         self._stall = self._snapshot()
         self.saver.begin()
@@ -203,7 +210,7 @@ class Keeper:
         """Tell what became of saves; returns why the last one failed, if it did."""
         failure = None
         for saved in self.saver.finished():
-            failure = saved.error
+            failure = self.unsaved = saved.error
             self.took = self._stall + saved.seconds
             self.trainer.tell(
                 "checkpoint",
@@ -246,15 +253,19 @@ class Keeper:
             else:
                 self._last_words(word.dead if word is not None else frozenset())
 
+    def save_now(self) -> str | None:
+        """Save this very step, on all ranks alike, and wait for it; returns why it could not be kept, if so."""
+        self._save()
+        self.saver.wait()
+        return self._report()
+
     def save_last(self) -> bool:
         """Keep this very step, on all ranks alike and whatever it takes; False where no state is kept at all."""
         if self.keeping.every.never:
             return False
         if self.trainer.step == self._given:
             return True
-        self._save()
-        self.saver.wait()
-        if (failure := self._report()) is not None:
+        if (failure := self.save_now()) is not None:
             raise RunFailed(f"stopped after step {self.trainer.step:,}, but its checkpoint was not kept: {failure}")
         return True
 

@@ -94,6 +94,8 @@ class Trainer:
     """The cursor: how many updates were done. It is all the state that the data has."""
     evaluated: int = 0
     """The last step whose scores are known."""
+    unwritten: list[str]
+    """Why files of weights could not be written at the end, a sentence each; on rank 0."""
     drew: bool = False
     """Whether the program had drawn random numbers of its own when its state was saved."""
     ending: Ending | None = None
@@ -147,6 +149,7 @@ class Trainer:
         self.made_groups = [plain(group) for group in self.optimizer.param_groups]
         self.reading = reading_for(experiment, self.here, self.placed.cutting, workers, prefetch, skip_bad)
         self.totals, self.tally, self.copier = Totals(), Tally(prefetch + 1), Copier()
+        self.unwritten = []
         self._bad = BadSamples(bad, self.here.rank)
         self._files = WeightFiles(weights, self.here, self.placed, self.tell, self.at)
         self._unsettled: deque[Update] = deque()
@@ -244,6 +247,10 @@ class Trainer:
             # Not before: a state that is saved from here on says that these weights are there.
             self.totals.best = written
 
+    def write_late_weights(self) -> None:
+        """Try again to write the best weights, where the disk has refused them."""
+        self._files.write_late()
+
     def try_a_step(self) -> None:
         """Compute the first step once more, for what that settles, and forget its gradients."""
         reading = replace(self.reading, workers=0, pin=False)
@@ -289,7 +296,7 @@ class Trainer:
                 self._evaluate_and_keep()
         if not self.experiment.evals:
             self.placed.agree_on_buffers()
-        self._files.keep("last", {"step": self.step})
+        self.unwritten = self._files.keep_last({"step": self.step})
         if self.placed.chosen["graphs"] == "auto":
             self.placed.chosen |= {"graphs": False, "graphs_why": "it would not pay, or no step could be recorded"}
         if self.keeper is not None:

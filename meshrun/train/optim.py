@@ -8,6 +8,8 @@ All gradients are multiplied once a step: to make them those of the mean loss, a
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import math
 from collections.abc import Callable, Iterable
 
@@ -29,6 +31,22 @@ def make(
     made = optimizer(parameters)
     if not isinstance(made, Optimizer):
         raise UserError(f"Experiment(optimizer=…) returned {type(made).__name__}; it must return a torch Optimizer")
+    if not {id(each) for each in parameters} & {id(each) for group in made.param_groups for each in group["params"]}:
+        raise UserError(
+            "Experiment(optimizer=…) returned an optimizer of other parameters than the model's; it must update those "
+            "that it is given, such as optimizer=lambda parameters: AdamW(parameters, lr=1e-3)"
+        )
+    if not all("lr" in group for group in made.param_groups):
+        raise UserError(
+            f"the optimizer {type(made).__name__} has no learning rate; each of its param_groups must have 'lr', which "
+            f"its defaults can give: super().__init__(parameters, {{'lr': lr}})"
+        )
+    closure = inspect.signature(made.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise UserError(
+            f"the optimizer {type(made).__name__} computes the loss several times in a step (its step() needs a "
+            f"closure), but an Experiment is trained with one loss a step; use another, such as AdamW, or your own loop"
+        )
     for group in made.param_groups:
         group["lr"] = group["lr"] * scale
         group["initial_lr"] = group["lr"]
@@ -74,7 +92,15 @@ def set_learning_rate(
 ) -> float:
     """Set every group's rate for this update; returns the first group's."""
     if schedule is not None:
-        factor = schedule.factor(step, steps) if isinstance(schedule, Schedule) else schedule(step, steps)
+        given = schedule.factor(step, steps) if isinstance(schedule, Schedule) else schedule(step, steps)
+        factor = math.nan
+        with contextlib.suppress(TypeError, ValueError):
+            factor = float(given)
+        if not math.isfinite(factor):
+            raise UserError(
+                f"Experiment(schedule=…) returned {given!r} for step {step} of {steps}; it must return a finite number "
+                f"that learning rates are multiplied by"
+            )
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
     return float(optimizer.param_groups[0]["lr"])

@@ -1,4 +1,4 @@
-"""For whoever keeps their own loop: the parts that make a single-device script a parallel one.
+"""For training loops that users write themselves: the parts that make a single-device script a parallel one.
 
     model = replicate(Net())
     loader = shard(DataLoader(data, batch_size=64, shuffle=True))
@@ -6,7 +6,7 @@
         loss = mean_over_ranks(F.cross_entropy(model(inputs), targets, reduction="sum"), len(targets))
         loss.backward()
     print0(loss.item())
-    save0(model.state_dict(), "model.pt")
+    save0(model, "model.pt")
 
 `start()` is called by whichever of them comes first, and works under any launcher, or under none.
 """
@@ -31,23 +31,61 @@ from meshrun.errors import UserError
 from meshrun.mesh import Here, start
 from meshrun.parallel.dp import apply
 from meshrun.state.weights import save_tensors, whole
+from meshrun.train.by_sample import compute_on
 from meshrun.world import detect
 
 
-def replicate(model: nn.Module) -> nn.Module:
-    """The model on this rank's device, with rank 0's weights, its gradients averaged over all ranks in backward."""
+def replicate(model: nn.Module, find_unused_parameters: bool = False) -> nn.Module:
+    """The model on this rank's device, with rank 0's weights, its gradients averaged over all ranks in backward.
+
+    Attributes and methods of the model are found as before, and `.module` is the model itself, on any number of ranks.
+    `find_unused_parameters` is for models of which some parameters take no part in some losses.
+    """
+    if not isinstance(model, nn.Module):
+        raise UserError(f"replicate() was given {type(model).__name__}; it needs a model, which is an nn.Module")
     here = start()
     if here.layout.dp < here.size:
         raise UserError(
             f"replicate() copies the model to all ranks, but the layout is '{here.layout}'; use "
             f"dp={here.size} (--layout), or Trainer(experiment).steps(), which trains on every layout"
         )
-    placed = apply(model.to(here.device), here)
-    return model if here.mesh is None else DistributedDataParallel(placed.model, gradient_as_bucket_view=True)
+    model = apply(model.to(here.device), here).model
+    if here.mesh is not None:
+        return Replica(model, gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
+    if not hasattr(model, "module"):
+        model.__dict__["module"] = model  # not as a part of itself, in which walks over its parts would never end
+    return model
+
+
+class Replica(DistributedDataParallel):
+    """A model whose gradients are averaged, which else looks like the model that it was made of."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        """The model's own, with the names that it has in one process."""
+        return self.module.state_dict(*args, **options)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
+        return self.module.load_state_dict(state_dict, *args, **options)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The model that `replicate` was given, on any number of ranks; also the one inside torch's own wrapper."""
+    return model.module if isinstance(model, DistributedDataParallel) else model
 
 
 def shard(loader: DataLoader[Any], seed: int = 0) -> Sharded:
     """This rank's part of every batch that the loader would give: its batch size becomes the GLOBAL batch size."""
+    if not isinstance(loader, DataLoader):
+        raise UserError(
+            f"shard() was given {type(loader).__name__}; it needs a DataLoader, such as "
+            f"shard(DataLoader(data, batch_size=64, shuffle=True))"
+        )
     if loader.batch_size is None or not hasattr(loader.dataset, "__len__"):
         raise UserError("shard() needs a DataLoader with a batch_size over a map-style dataset")
     if not _is_plain(loader.sampler, len(loader.dataset)):
@@ -71,21 +109,29 @@ def _is_plain(sampler: Any, length: int) -> bool:
 
 
 class Sharded:
-    """Iterated once an epoch, each time in another order, the same order on any number of ranks."""
+    """Iterated once an epoch, each time in another order, the same order on any number of ranks.
+
+    `epoch` is the number of the next epoch; all other attributes are those of the DataLoader that was given. Dropout
+    in a loop over it draws by sample: see `by_sample`.
+    """
 
     def __init__(self, loader: DataLoader[Any], here: Here, seed: int) -> None:
-        self.drop_last, self.epoch = loader.drop_last, 0
+        self.given, self.epoch = loader, 0
         assert loader.batch_size is not None
         shuffle = FULL if isinstance(loader.sampler, RandomSampler) else NONE
         order = Order(len(loader.dataset), loader.batch_size, seed, shuffle)  # type: ignore[arg-type]
         reading = Reading(
             workers=loader.num_workers,
             prefetch=loader.prefetch_factor or 2,
-            pin=loader.pin_memory,
+            pin=loader.pin_memory and here.device.type != "cpu",
             collate=loader.collate_fn,
         )
         self._loader = Loader(loader.dataset, order, here.replica, here.replicas, reading)  # type: ignore[arg-type]
-        self._here = here
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "given":  # while a copy of it is being made
+            raise AttributeError(name)
+        return getattr(self.given, name)
 
     def __len__(self) -> int:
         order = self._loader.order
@@ -94,8 +140,13 @@ class Sharded:
     def __iter__(self) -> Iterator[Any]:
         first = self.epoch * self._loader.order.steps_per_epoch
         self.epoch += 1
-        for data in self._loader.steps(first, first + len(self)):
-            yield data.batches[0] if data.batches else self._nothing(int(data.ids[0]))
+        outside = compute_on(None)
+        try:
+            for data in self._loader.steps(first, first + len(self)):
+                compute_on(torch.tensor(data.pieces[0] if data.pieces else [], dtype=torch.int64))
+                yield data.batches[0] if data.batches else self._nothing(int(data.ids[0]))
+        finally:
+            compute_on(outside)
 
     def _nothing(self, sample: int) -> Any:
         """A batch of no samples, for a rank that has none at an epoch's end but must take part in backward."""
@@ -147,33 +198,107 @@ def mean_over_ranks(total: Tensor | float, count: Tensor | float = 1) -> Tensor:
     return total / count if here.mesh is None else _MeanOverRanks.apply(total, count, here)
 
 
+def barrier() -> None:
+    """Wait until all ranks have come here."""
+    start().gathered(None)
+
+
+def gather(value: Any) -> list[Any]:
+    """The value of every rank, in order, on every rank: numbers, texts, None, and lists and dicts of them."""
+    _refuse_tensors("gather", value, "gather_rows(tensor)")
+    return start().gathered(value)
+
+
+def broadcast(value: Any) -> Any:
+    """Rank 0's value, on every rank: a tensor, or numbers, texts, None, and lists and dicts of them."""
+    here = start()
+    if not isinstance(value, Tensor):
+        _refuse_tensors("broadcast", value, "broadcast(tensor) for each")
+        return here.from_rank_0(value)
+    if here.mesh is None:
+        return value
+    values = value.detach().to(here.device, copy=True).contiguous()
+    with here.waiting("a tensor from rank 0"):
+        dist.broadcast(values, src=0)
+    return values
+
+
+def _refuse_tensors(function: str, value: Any, instead: str) -> None:
+    if isinstance(value, Tensor):
+        raise UserError(f"{function}() takes numbers, texts, lists and dicts, but was given a tensor; use {instead}")
+    for each in value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ():
+        _refuse_tensors(function, each, instead)
+
+
+class _GatherRows(torch.autograd.Function):
+    """Rows of all ranks; the gradient of this rank's rows is the sum over what all ranks computed with them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, here: Here) -> Tensor:
+        counts = here.gathered(len(rows))
+        padded = rows.new_zeros(max(counts), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        everyone = [torch.empty_like(padded) for _ in counts]
+        with here.waiting("the rows of the other ranks"):
+            dist.all_gather(everyone, padded)
+        ctx.here, ctx.first, ctx.count = here, sum(counts[: here.rank]), len(rows)
+        return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        gradient = gradient.contiguous().clone()
+        with ctx.here.waiting("the gradients of rows of the other ranks"):
+            dist.all_reduce(gradient)
+        return gradient[ctx.first : ctx.first + ctx.count], None
+
+
+def gather_rows(tensor: Tensor) -> Tensor:
+    """The rows of all ranks' tensors, in the order of ranks; gradients flow back to the rank that has the row.
+
+    For losses that compare all samples of the global batch, such as contrastive ones: what every rank then computes
+    from all rows is the loss of the whole batch, and `replicate` averages its gradients rightly. Ranks may have
+    different numbers of rows.
+    """
+    here = start()
+    return tensor if here.mesh is None else _GatherRows.apply(tensor, here)
+
+
 def print0(*values: Any, **options: Any) -> None:
     """print(), on rank 0 only."""
     if _rank() == 0:
         print(*values, **{"flush": True, **options})
 
 
-def save0(state: dict[str, Any], path: str | Path) -> None:
-    """Save on rank 0 only, whole or not at all; a name in .safetensors makes a file that no pickle is needed for."""
+def save0(value: Any, path: str | Path) -> None:
+    """Save on rank 0 only, whole or not at all; a name in .safetensors makes a file that no pickle is needed for.
+
+    Of a model or an optimizer, also inside a dict, the state dict is saved, with the names that it has in one process.
+    torch reads such a file back with `weights_only=True`, which runs no code.
+    """
     if _rank() != 0:
         return
-    path, state = Path(path), _own_names(state)
+    path, value = Path(path), _plain(value)
     if path.suffix != ".safetensors":
         with whole(path) as beside:
-            torch.save(state, beside)
+            torch.save(value, beside)
         return
-    for name, value in state.items():
-        if not isinstance(value, Tensor):
-            raise UserError(f"{path} can hold tensors only, but {name!r} is {type(value).__name__}; use a name in .pt")
+    state = value if isinstance(value, Mapping) else {"": value}
+    for name, each in state.items():
+        if not isinstance(each, Tensor):
+            what = f"{name!r} is {type(each).__name__}" if name else f"this is {type(each).__name__}"
+            raise UserError(f"{path} can hold a dict of tensors only, but {what}; use a name in .pt")
     # A copy each: in such a file tied weights may not share memory.
     save_tensors({name: each.detach().to("cpu", copy=True).contiguous() for name, each in state.items()}, path, {})
 
 
-def _own_names(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Names as the model itself has them: `replicate` puts the same word before all of them."""
-    wrapped = dist.is_initialized() and all(str(name).startswith("module.") for name in state)
-    own = {str(name).removeprefix("module."): value for name, value in state.items()} if wrapped else state
-    return {name: _own_names(value) if isinstance(value, dict) else value for name, value in own.items()}
+def _plain(value: Any) -> Any:
+    """State dicts instead of what has them: torch would save a model as a pickle of its code's names."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, nn.Module):
+        value = unwrap(value)
+    return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
 
 
 def _rank() -> int:

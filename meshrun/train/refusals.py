@@ -24,6 +24,7 @@ def refuse(experiment: Experiment, layout: Layout, how: How) -> None:
 
 def refuse_settings(experiment: Experiment, layout: Layout, how: How) -> None:
     """What can be told without the model, which `build` asks itself."""
+    experiment.refuse_impossible_length()
     refuse_how(experiment, layout, how)
     refuse_in_backward(experiment, layout, how, shown=False, looks_first=False)
     if layout.fsdp * layout.tp > 1:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from meshrun.data.drawn import draw_on
 from meshrun.errors import SharedError
 from meshrun.mesh import Here
 from meshrun.parallel.placed import Shard
 from meshrun.state.checkpoint import BadCheckpoint, Checkpoint
 from meshrun.train.data_wait import read_from
-from meshrun.train.drawn import draw_on
 from meshrun.train.state import NUMBERS, SUMS, data_of, region_of, weights
 
 if TYPE_CHECKING:
@@ -137,7 +137,8 @@ def restore(trainer: Trainer, checkpoint: Checkpoint) -> None:
         if drawn:
             draw_on({name: checkpoint.whole(whole) for name, whole in drawn.items()}, here.device)
     else:
-        torch.manual_seed((trainer.experiment.seed * 1_000_003 + 1 + here.replica) * 1_000_003 + trainer.step)
+        seed = (trainer.experiment.seed * 1_000_003 + 1 + here.replica) * 1_000_003 + trainer.step
+        torch.manual_seed(seed % (1 << 64))
 
 
 def same_mesh(here: Here, checkpoint: Checkpoint) -> bool:

@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from meshrun.data.drawn import Drawn
 from meshrun.errors import UserError
 from meshrun.kernels.eightbit import Eight
 from meshrun.mesh import Here
 from meshrun.parallel.placed import Shard
 from meshrun.state.checkpoint import Region
-from meshrun.train.drawn import Drawn
 
 if TYPE_CHECKING:
     from meshrun.train.loop import Trainer
@@ -64,17 +64,20 @@ def regions(trainer: Trainer, now: Moment, writer: Writer = min) -> list[Region]
     found += passing(trainer, now)
     if here.rank == writer(tuple(range(here.size))):
         losses, norms = (each[: now.step] for each in (trainer.totals.losses, trainer.totals.grad_norms))
-        found.append(_alone("totals/losses", torch.tensor(losses, dtype=torch.float64)))
-        found.append(_alone("totals/grad_norms", torch.tensor(norms, dtype=torch.float64)))
+        found.append(Region.whole("totals/losses", torch.tensor(losses, dtype=torch.float64)))
+        found.append(Region.whole("totals/grad_norms", torch.tensor(norms, dtype=torch.float64)))
     return found
 
 
 def passing(trainer: Trainer, now: Moment) -> list[Region]:
-    """What belongs to this rank alone and is lost with it."""
+    """What belongs to this rank and is lost with it; buffers outside of segments are on other pipeline stages too."""
     here = trainer.here
-    found = [_alone(f"rng/{here.rank}/{name}", each) for name, each in now.random.tensors().items()]
+    found = [Region.whole(f"rng/{here.rank}/{name}", each) for name, each in now.random.tensors().items()]
     if here.place("tp") == 0 and here.place("cp") == 0:
-        found += (_alone(f"buffer/{name}@{here.replica}", each) for name, each in now.buffers.items())
+        for name, buffer in now.buffers.items():
+            stages = trainer.placed.stages_with(name)
+            copy = stages.index(here.place("pp"))
+            found.append(Region.whole(f"buffer/{name}@{here.replica}", buffer, copy, len(stages)))
     return found
 
 
@@ -85,11 +88,6 @@ def weights(trainer: Trainer) -> list[Shard]:
 def region_of(here: Here, prefix: str, shard: Shard, tensor: Tensor, suffix: str = "") -> Region:
     copy = shard.holders.index(here.rank)
     return Region(f"{prefix}{shard.name}{suffix}", tensor, shard.shape, shard.start, copy, shard.copies)
-
-
-def _alone(name: str, tensor: Tensor) -> Region:
-    """What no other rank holds."""
-    return Region(name, tensor, tuple(tensor.shape), (0,) * tensor.dim(), 0, 1)
 
 
 def _of_optimizer(trainer: Trainer, shard: Shard, key: str, value: Any, writer: Writer) -> Iterator[Region]:
@@ -115,7 +113,7 @@ def _of_optimizer(trainer: Trainer, shard: Shard, key: str, value: Any, writer: 
     # The same number on all ranks that hold a part of the parameter: one that holds the first part writes it.
     if first and trainer.here.rank == writer(shard.holders):
         tensor = value.detach() if isinstance(value, Tensor) else torch.tensor(value)
-        yield _alone(f"optimizer/{shard.name}/{_key(key, value)}", tensor)
+        yield Region.whole(f"optimizer/{shard.name}/{_key(key, value)}", tensor)
 
 
 def values(trainer: Trainer, now: Moment) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import torch
@@ -192,17 +193,27 @@ class Stepper:
 def as_pair(batch: Any) -> tuple[Any, Any]:
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
-    raise UserError(f"a sample is {type(batch).__name__}; a dataset must give pairs of (inputs, targets)")
+    raise UserError(
+        f"a sample is {type(batch).__name__}; a dataset must give pairs of (inputs, targets), or "
+        f"Experiment(collate=…) must make such a pair of a list of samples"
+    )
 
 
 def check_loss(loss: object, name: str) -> Loss:
     """Refuse what is not a sum and a count, and say what would be."""
+    what = "loss" if name == "loss" else f"the metric {name!r}"
     if not isinstance(loss, Loss):
+        sum_of_losses = "F.cross_entropy(outputs, targets, reduction='sum')"
+        example = sum_of_losses if name == "loss" else "(outputs.argmax(1) == targets).sum()"
         raise UserError(
-            f"{name} returned {type(loss).__name__}; it must return Loss(total, count), a sum and what to divide it "
-            f"by, such as Loss(F.cross_entropy(outputs, targets, reduction='sum'), len(targets))"
+            f"{what} returned {type(loss).__name__}; it must return Loss(total, count), a sum and what to divide it "
+            f"by, such as Loss({example}, len(targets))"
         )
     if not isinstance(loss.total, Tensor) or loss.total.dim() != 0:
         shape = tuple(loss.total.shape) if isinstance(loss.total, Tensor) else type(loss.total).__name__
-        raise UserError(f"{name} returned a Loss whose total is {shape}; it must be a tensor with one value, the sum")
+        raise UserError(f"{what} returned a Loss whose total is {shape}; it must be a tensor with one value, the sum")
+    count = loss.count
+    if count.numel() != 1 if isinstance(count, Tensor) else not isinstance(count, Real):
+        described = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, Tensor) else repr(count)
+        raise UserError(f"{what} returned a Loss whose count is {described}; it must be a number, such as len(targets)")
     return loss

@@ -96,8 +96,8 @@ class Totals:
         """The run in numbers, under the names that scripts rely on."""
         return {
             "steps": len(self.losses),
-            "losses": _as_numbers(self.losses),
-            "grad_norms": _as_numbers(self.grad_norms),
+            "losses": self.losses,
+            "grad_norms": self.grad_norms,
             "eval": self.scores,
             "best": self.best or None,
             "skipped": self.skipped,
@@ -106,8 +106,3 @@ class Totals:
             "data_wait": self.data_wait / self.seconds if self.seconds else None,
             "sample_ids_sha256": self.ids.hexdigest(),
         }
-
-
-def _as_numbers(values: list[float]) -> list[float | None]:
-    """As JSON has them: what is no number is null."""
-    return [value if math.isfinite(value) else None for value in values]

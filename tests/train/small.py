@@ -17,6 +17,7 @@ from meshrun.data.order import Order
 from meshrun.experiment import MapDataset
 from meshrun.train.loop import Trainer
 from meshrun.train.losses import cross_entropy
+from tests import compare
 
 CLIP = 0.5
 
@@ -122,8 +123,4 @@ def trained(trainer: Trainer) -> Course:
 
 def difference(a: Course, b: Course) -> float:
     """The largest relative one among losses, norms and tensors of weights."""
-    assert len(a.losses) == len(b.losses) and a.weights.keys() == b.weights.keys()
-    numbers = zip(a.losses + a.grad_norms, b.losses + b.grad_norms, strict=True)
-    pairs = [(torch.tensor(x), torch.tensor(y)) for x, y in numbers]
-    pairs += [(a.weights[name].double(), b.weights[name].double()) for name in a.weights]
-    return max(float((x - y).abs().max() / y.abs().max().clamp(min=1e-30)) for x, y in pairs)
+    return compare.difference(vars(a), vars(b))

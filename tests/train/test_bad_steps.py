@@ -13,7 +13,7 @@ from torch.utils.data import default_collate
 
 from meshrun import Experiment, Loss, RunFailed, mean_squared_error, mesh
 from meshrun.data.order import Order
-from meshrun.train.bad_steps import ENOUGH, Policy, Verdict
+from meshrun.train.bad_steps import ENOUGH, WINDOW, Policy, Verdict
 from meshrun.train.interval import Every
 from meshrun.train.loop import Trainer
 from meshrun.train.recovery import Keeping
@@ -81,7 +81,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 def test_a_step_that_is_skipped_leaves_no_trace_in_the_weights():
     start_on_cpu(1)
     trainer, result, events = trained(experiment(9), Policy(on_nan="skip"))
-    assert result["skipped"] == [9] and result["losses"][8] is None and result["losses"][9] is not None
+    assert result["skipped"] == [9] and math.isnan(result["losses"][8]) and math.isfinite(result["losses"][9])
     assert [fields for kind, fields in events if kind == "skipped"] == [{"step": 9, "why": "the loss is nan"}]
     assert all(map(torch.allclose, weights(trainer), by_hand_without(9)))
 
@@ -179,6 +179,30 @@ def test_verdicts():
     assert Policy().judge(100.0, 1.0, steady) is None
 
 
+def test_a_jump_is_measured_against_the_last_losses_alone():
+    """Losses of 10 long ago must not hide a jump from 1 to 5."""
+    lately = [1.0 + 0.01 * (number % 5) for number in range(WINDOW)]
+    watching = Policy(on_spike="rollback")
+    assert watching.judge(5.0, 1.0, [10.0] * (2 * WINDOW) + lately) is not None
+    assert watching.judge(5.0, 1.0, [10.0] * (WINDOW - 10) + lately[:20]) is None, "most of the window is 10"
+
+
+def test_a_jump_is_judged_from_enough_losses_on_and_at_the_limit_is_none():
+    even = [1.0] * ENOUGH
+    watching = Policy(on_spike="stop", spike=20.0)
+    assert watching.judge(1.2, 1.0, even) is None, "20 times one percent of the median is allowed"
+    found = watching.judge(1.21, 1.0, even)
+    assert found == Verdict("stop", "the loss jumps to 1.21 from a median of 1 (--spike)")
+    assert watching.judge(1.21, 1.0, even[1:]) is None
+
+
+def test_numbers_are_looked_at_before_an_update_only_where_it_may_be_left_out():
+    assert not Policy().looks_first
+    assert not Policy(on_spike="stop").looks_first
+    assert Policy(on_nan="skip").looks_first
+    assert Policy(on_spike="rollback").looks_first
+
+
 def test_the_loss_of_a_bad_sample_can_be_infinite_too():
     start_on_cpu(1)
     bad = Experiment(
@@ -190,3 +214,11 @@ def test_the_loss_of_a_bad_sample_can_be_infinite_too():
         steps=6,
     )
     assert trained(bad, Policy(on_nan="skip"))[1]["skipped"] == [4]
+
+
+def test_losses_that_are_no_numbers_raise_no_alarm_about_the_next():
+    steady = [1.0 + 0.01 * (number % 5) for number in range(20)]
+    watching = Policy(on_spike="stop")
+    for history in ([math.nan] * 30 + steady, steady + [math.nan] * 30, [math.inf] * 30 + steady):
+        assert watching.judge(1.02, 1.0, history) is None
+        assert watching.judge(5.0, 1.0, history) is not None

@@ -31,3 +31,11 @@ def test_copies_are_those_of_buffers_that_change_their_shapes_and_types():
     assert_same(dict(copier(now)), now)
     now["y"].mul_(2)
     assert_same(dict(copier(now)), now)
+
+
+def test_a_buffer_that_gets_another_shape_and_stays_the_same_object_is_copied_whole():
+    copier, buffer, other = Copier(), torch.zeros(2), torch.ones(1)
+    assert copier({"a": buffer, "b": other})["a"].tolist() == [0.0, 0.0]
+    buffer.data = torch.arange(3.0)
+    again = copier({"a": buffer, "b": other})
+    assert [again[name].tolist() for name in ("a", "b")] == [[0.0, 1.0, 2.0], [1.0]]

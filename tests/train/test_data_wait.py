@@ -13,8 +13,9 @@ from torch.utils.data import Subset
 
 from meshrun.data.loader import Loader, Reading
 from meshrun.data.order import Order
-from meshrun.train.data_wait import Facts, Tally, Wait, facts_of, sentence
+from meshrun.train.data_wait import Facts, Tally, Wait, facts_of, sentence, waited_for_data
 from meshrun.train.totals import Update
+from tests.train.small import start_on_cpu
 
 MENDED = "write 'export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK' before srun"
 MOUNTS = "/dev/sda1 / ext4 rw 0 0\nfs1 /p gpfs rw 0 0\n"
@@ -33,7 +34,7 @@ def wait(
 
 
 def said(worst: Wait, facts: Facts, *others: Wait) -> str:
-    found = sentence(worst, [worst, *others], facts)
+    found = sentence(worst, [worst, *others], facts, worst.share)
     assert found is not None
     return found
 
@@ -120,7 +121,7 @@ def test_what_would_not_help_is_not_advised(facts: Facts):
     ],
 )
 def test_little_waiting_is_not_worth_a_word(quick: Wait):
-    assert sentence(quick, [quick], Facts(48, MENDED)) is None
+    assert sentence(quick, [quick], Facts(48, MENDED), quick.share) is None
 
 
 def test_the_start_of_the_readers_is_no_waiting_and_what_they_do_is_known():
@@ -159,3 +160,22 @@ def test_what_a_dataset_shows_of_its_place_is_found_also_inside_others(tmp_path:
     folder = SimpleNamespace(folder=tmp_path, files=["a", "b"])
     assert facts_of(folder, "full", True, None, "", MOUNTS) == Facts(None, "", str(tmp_path), 2, "ext4", True, "full")
     assert facts_of([1, 2], "none", False, None, "", MOUNTS) == Facts(shuffle="none")
+
+
+@pytest.mark.ranks(2)
+def test_the_rank_that_waits_is_the_one_that_is_named():
+    here = start_on_cpu(2)
+    waited = 40.0 * here.rank
+    notes: list[str] = []
+    trainer = SimpleNamespace(
+        here=here,
+        tally=Tally(0, steps=100, seconds=100.0, waited=waited),
+        totals=SimpleNamespace(seconds=100.0, data_wait=waited),
+        reading=SimpleNamespace(workers=0),
+        experiment=SimpleNamespace(train=[], shuffle="full"),
+        tell=lambda _kind, text: notes.append(text),
+    )
+    assert waited_for_data(trainer, cached=False) == {"data_wait": 0.4, "data_waits": [0.0, 0.4]}  # type: ignore[arg-type]
+    assert [note.partition(":")[0] for note in notes] == (
+        [f"40 % of the time waited for data, on rank 1 of {here.world.host}"] if here.rank == 0 else []
+    )

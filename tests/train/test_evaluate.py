@@ -103,12 +103,12 @@ def test_running_statistics_are_the_same_on_all_ranks_in_evaluation():
     trainer = Trainer(small(24, 12, model=with_statistics, evals={"val": SAMPLES}), here)
     list(trainer.steps())
     norm = trainer.model[1]
-    own = here.gathered(norm.running_mean.clone())
+    own = torch.tensor(here.gathered(norm.running_mean.tolist()))
     assert not torch.equal(own[0], own[1]), "each rank has seen samples of its own"
     scores = trainer.evaluate()
-    together = here.gathered(norm.running_mean.clone())
+    together = torch.tensor(here.gathered(norm.running_mean.tolist()))
     assert torch.equal(together[0], together[1]) and torch.equal(together[0], together[2])
-    torch.testing.assert_close(together[0], torch.stack(own).mean(0))
+    torch.testing.assert_close(together[0], own.mean(0))
     assert int(norm.num_batches_tracked) == 6
     with torch.no_grad():
         outputs = trainer.model.eval()(SAMPLES.tensors[0])

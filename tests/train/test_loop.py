@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from meshrun.experiment import Experiment
 from meshrun.state.weights import load_weights, save_weights
 from meshrun.train import writing
 from meshrun.train.loop import Trainer
+from meshrun.train.totals import Totals
+from meshrun.train.totals import Update as TotalsUpdate
 from meshrun.train.weight_files import WeightFiles
 from tests.train.small import on_ranks, plainly, points, small, start_on_cpu
 
@@ -56,6 +59,7 @@ def test_epochs_become_steps(alone: Here):
 
     assert steps(20, 6, 2) == 8
     assert steps(20, 6, 0.5) == 2
+    assert steps(20, 6, 1.7) == 7, "6.8 steps"
     assert steps(20, 20, 0.1) == 1
 
 
@@ -157,6 +161,22 @@ def test_best_weights_that_cannot_be_written_are_told(alone: Here, tmp_path: Pat
     assert told and all(text.startswith(f"cannot write {tmp_path}/weights/best.safetensors: ") for text in told)
 
 
+def test_of_equal_losses_the_earlier_weights_are_the_best(alone: Here, tmp_path: Path):
+    experiment = replace(wandering(), evals={"decides": towards(2.0, 5)}, steps=3)
+    trainer = Trainer(experiment, alone, eval_every=1, weights=tmp_path)
+    losses = {1: 1.0, 2: 1.0, 3: 0.5}
+
+    def scored() -> dict[str, dict[str, float]]:
+        return {"decides": {"loss": losses[trainer.step], "count": 5}}
+
+    trainer.evaluate = scored  # type: ignore[method-assign]
+    said = []
+    for _ in trainer.steps():
+        trainer._evaluate_and_keep()
+        said.append(trainer.totals.best["step"])
+    assert said == [1, 1, 3]
+
+
 def test_weights_are_evaluated_every_so_many_steps_and_once_at_the_end(alone: Here):
     evaluated = []
 
@@ -237,6 +257,10 @@ def mean_of(outputs: Tensor, targets: Tensor) -> Tensor:
         (mean_of, r"loss returned Tensor; it must return Loss\(total, count\).*reduction='sum'"),
         (lambda *_: None, "loss returned NoneType; it must return Loss"),
         (lambda outputs, _: Loss(outputs, 6), r"a Loss whose total is \(6, 3\); it must be a tensor with one value"),
+        (lambda outputs, _: Loss(outputs.sum(), -3), "a Loss whose count is -3.0; it must be at least 0"),
+        (lambda outputs, _: Loss(outputs.sum(), math.nan), "a Loss whose count is nan; it must be at least 0"),
+        (lambda outputs, _: Loss(outputs.sum(), None), "loss returned a Loss whose count is None; it must be a number"),
+        (lambda outputs, _: Loss(outputs.sum(), outputs[0]), r"count is a tensor of shape \(3,\); it must be a number"),
         (lambda *_: Loss(1.5, 6), "a Loss whose total is float; it must be a tensor with one value"),
     ],
 )
@@ -247,7 +271,7 @@ def test_a_loss_that_is_no_loss_is_refused(loss: Any, said: str, alone: Here):
 
 def test_a_metric_that_is_no_loss_is_refused_by_its_name(alone: Here):
     experiment = small(20, 6, evals={"val": points(4)}, metrics={"hits": mean_of})
-    with pytest.raises(UserError, match=r"hits returned Tensor; it must return Loss\(total, count\)"):
+    with pytest.raises(UserError, match=r"the metric 'hits' returned Tensor; .*Loss\(\(outputs.argmax\(1\)"):
         Trainer(experiment, alone).evaluate()
 
 
@@ -262,6 +286,17 @@ def test_samples_that_are_no_pairs_are_refused(alone: Here):
 def test_a_model_that_is_no_module_is_refused(alone: Here):
     with pytest.raises(UserError, match=r"Experiment\(model=…\) returned str; it must return a torch nn.Module"):
         Trainer(small(20, 6, model=lambda: "net"), alone)
+
+
+def test_a_buffer_of_a_type_that_checkpoints_cannot_hold_is_refused(alone: Here):
+    class Turned(nn.Linear):
+        def __init__(self, persistent: bool) -> None:
+            super().__init__(5, 3)
+            self.register_buffer("angles", torch.ones(2, dtype=torch.complex128), persistent=persistent)
+
+    with pytest.raises(UserError, match=r"'angles' of the model is of type complex128, .*persistent=False"):
+        Trainer(small(20, 6, model=lambda: Turned(True)), alone)
+    Trainer(small(20, 6, model=lambda: Turned(False)), alone)
 
 
 def test_a_trainer_that_goes_on_goes_on_where_it_stopped(alone: Here):
@@ -298,3 +333,12 @@ def test_bf16_computes_products_in_bfloat16_and_keeps_weights_in_fp32(precision:
     assert trainer.model.seen == {dtype} and trainer.model.layer.weight.dtype == dtype
     assert {each.dtype for _, each in trainer.placed.weights()} == {torch.float32}, "what is kept"
     assert result["losses"] == pytest.approx(plainly(small(20, 6, model=Precise)).losses, rel=2e-2)
+
+
+def test_the_first_step_counts_in_samples_and_not_in_the_speed():
+    totals = Totals()
+    for step, seconds in enumerate((9.0, 1.0, 3.0)):
+        totals.add(TotalsUpdate(step, 10, 0.1, 0.5, [], [2.0, 4.0, 1.0, 2.0, 0.0], None, seconds=seconds))
+    found = totals.result()
+    assert (found["steps"], found["samples"], found["losses"]) == (3, 30, [0.5] * 3)
+    assert found["samples_per_s"] == 20 / 4.0 and found["data_wait"] == 1.0 / 4.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +12,17 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 from meshrun import Here, Schedule, UserError
+from meshrun.errors import SharedError
 from meshrun.train.loop import Trainer
-from meshrun.train.optim import clipped_now, clipped_on_device, make, norm_now, norm_on_device
+from meshrun.train.optim import (
+    clipped_now,
+    clipped_on_device,
+    make,
+    norm_now,
+    norm_on_device,
+    refuse_unless_by_element,
+    set_learning_rate,
+)
 from meshrun.train.update import scale
 from tests.train.small import small
 
@@ -43,6 +53,11 @@ def test_constant_stays_and_knows_no_final_rate():
 def test_a_warm_up_below_one_is_a_share_of_the_run():
     assert rates(Schedule("cosine", warmup=0.25), 40) == rates(Schedule("cosine", warmup=10), 40)
     assert rates(Schedule("linear", warmup=0.5), 8) == rates(Schedule("linear", warmup=4), 8)
+
+
+def test_a_warm_up_of_one_is_one_step():
+    assert rates(Schedule("constant", warmup=1), 4) == [0.5, 1.0, 1.0, 1.0]
+    assert rates(Schedule("constant", warmup=0), 2) == [1.0, 1.0]
 
 
 def test_a_run_shorter_than_its_warm_up_keeps_rising():
@@ -96,6 +111,42 @@ def test_the_scale_of_a_changed_batch_multiplies_every_groups_rate():
     assert [group["lr"] for group in made.param_groups] == pytest.approx([0.04, 0.4])
 
 
+def test_a_schedule_goes_by_the_scaled_rate():
+    made = make(two_groups, list(nn.Linear(3, 2).parameters()), scale=4)
+    assert set_learning_rate(made, Schedule("linear"), 0, 5) == pytest.approx(0.04)
+    set_learning_rate(made, lambda step, steps: step / steps, 1, 2)
+    for wrong in (math.nan, math.inf, None):
+        with pytest.raises(UserError, match=rf"schedule=…\) returned {wrong} for step 1 of 2; it must return a finite"):
+            set_learning_rate(made, lambda *_, wrong=wrong: wrong, 1, 2)
+    assert [group["lr"] for group in made.param_groups] == pytest.approx([0.02, 0.2])
+
+
+class ByNorm(SGD):
+    """Scales each tensor's update by the tensor's norm, as LARS does."""
+
+    def step(self) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.data -= group["lr"] * each.data.norm() * each.grad
+
+
+class NeedsAModel(SGD):
+    def step(self) -> None:  # type: ignore[override]
+        raise TypeError("it needs the whole model")
+
+
+@pytest.mark.parametrize("kind", [SGD, AdamW, RMSprop])
+def test_optimizers_that_update_each_element_by_itself_go_with_parts_of_matrices(kind: Any):
+    refuse_unless_by_element(lambda parameters: kind(parameters, lr=0.1), "fsdp=2")
+
+
+@pytest.mark.parametrize("kind", [ByNorm, NeedsAModel])
+def test_optimizers_that_need_whole_matrices_are_refused_where_ranks_hold_parts(kind: Any):
+    said = rf"the optimizer {kind.__name__} does not update each element by itself, but on layout 'fsdp=2'"
+    with pytest.raises(SharedError, match=said):
+        refuse_unless_by_element(lambda parameters: kind(parameters, lr=0.1), "fsdp=2")
+
+
 def settings(optimizer: Callable[..., Optimizer], parameters: list[nn.Parameter]) -> tuple[object, object]:
     (group,) = make(optimizer, parameters, scale=1).param_groups
     return group.get("fused"), group.get("foreach")
@@ -136,6 +187,26 @@ def test_what_is_no_optimizer_is_refused():
     parameters = list(nn.Linear(3, 2).parameters())
     with pytest.raises(UserError, match=r"Experiment\(optimizer=…\) returned dict; it must return a torch Optimizer"):
         make(lambda _: {}, parameters, scale=1)  # type: ignore[arg-type,return-value]
+
+
+def test_an_optimizer_that_needs_a_closure_is_refused():
+    with pytest.raises(
+        UserError, match=r"optimizer LBFGS computes the loss several times in a step \(its step\(\) needs"
+    ):
+        make(torch.optim.LBFGS, [nn.Parameter(torch.ones(2))], 1.0)
+
+
+def test_an_optimizer_of_another_models_parameters_is_refused():
+    def of_another_model(_: object) -> Optimizer:
+        return SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+
+    with pytest.raises(UserError, match="returned an optimizer of other parameters than the model's"):
+        make(of_another_model, [nn.Parameter(torch.ones(2))], 1.0)
+
+
+def test_an_optimizer_without_a_learning_rate_is_refused():
+    with pytest.raises(UserError, match="the optimizer Optimizer has no learning rate; each of its param_groups must"):
+        make(lambda parameters: Optimizer(parameters, {}), [nn.Parameter(torch.ones(2))], 1.0)
 
 
 def test_a_model_without_trainable_parameters_is_refused(alone: Here):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +29,14 @@ def test_what_is_given_wins_over_the_experiment():
     experiment, scale, note = overridden(**given)
     assert {name: getattr(experiment, name) for name in given} == given
     assert (scale, note) == (1.0, "")
+
+
+def test_options_are_applied_before_batch_and_length_are_judged():
+    written = replace(small(100, 20), batch=256, steps=None, epochs=None)
+    experiment, _, _ = override(written, RunConfig("x.py", batch=12, steps=3))
+    assert (experiment.batch, experiment.steps) == (12, 3)
+    with pytest.raises(UserError, match="batch is 256 but the training set has only 100 samples"):
+        override(written, RunConfig("x.py", steps=3))
 
 
 def test_a_seed_of_zero_is_given():
@@ -70,3 +80,11 @@ def test_epochs_given_win_over_the_experiments_steps_but_not_over_given_steps():
 def test_what_cannot_be_is_refused(options: dict[str, Any], said: str):
     with pytest.raises(UserError, match=said):
         overridden(**options)
+
+
+@pytest.mark.parametrize("first", [3, 10, 10**6])
+def test_the_first_samples_of_an_evaluation_are_at_most_all_of_them(first: int):
+    whole = small(10, 5).train
+    experiment = dataclasses.replace(small(100, 20, steps=9), evals={"val": whole})
+    changed, _, _ = override(experiment, RunConfig("x.py", eval_first=first))
+    assert len(changed.evals["val"]) == min(first, len(whole))

@@ -16,7 +16,20 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
 
-from meshrun import Here, UserError, mean_over_ranks, print0, replicate, save0, shard
+from meshrun import (
+    Here,
+    UserError,
+    barrier,
+    broadcast,
+    gather,
+    gather_rows,
+    mean_over_ranks,
+    print0,
+    replicate,
+    save0,
+    shard,
+    unwrap,
+)
 from meshrun.data.order import slice_of
 from meshrun.layout import parse
 from meshrun.train.own import Sharded
@@ -77,9 +90,8 @@ def test_replicate_gives_all_ranks_the_weights_of_rank_0():
     here = start_on_cpu(2)
     torch.manual_seed(rank())
     own = small_net()
-    first = here.from_rank_0(own.state_dict())
-    for name, value in replicate(own).module.state_dict().items():
-        assert torch.equal(value, first[name])
+    first = here.from_rank_0({name: value.tolist() for name, value in own.state_dict().items()})
+    assert {name: value.tolist() for name, value in replicate(own).module.state_dict().items()} == first
 
 
 @pytest.mark.usefixtures("alone")
@@ -133,6 +145,76 @@ def test_save0_keeps_the_models_names_inside_a_larger_checkpoint(tmp_path: Path)
     assert saved["epoch"] == 3
 
 
+class Coder(nn.Module):
+    """A model with a method and a number of its own, as a VAE has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder, self.width = nn.Linear(4, 2), nn.Linear(2, 4), 2
+
+    def decode(self, code: torch.Tensor) -> torch.Tensor:
+        return self.decoder(code)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.decode(self.encoder(inputs))
+
+
+def reach_the_model_inside() -> None:
+    plain = Coder()
+    model = replicate(plain)
+    assert model.width == 2 and model.decode(torch.ones(3, 2)).shape == (3, 4)
+    assert model.module is plain and unwrap(model) is plain
+    assert list(model.state_dict()) == list(plain.state_dict())
+    weights = Coder().state_dict()
+    model.load_state_dict(weights)
+    assert torch.equal(plain.decoder.weight, weights["decoder.weight"])
+    with pytest.raises(AttributeError, match="'Coder' object has no attribute 'nothing'"):
+        _ = model.nothing
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_model_inside_is_reached_in_one_process():
+    reach_the_model_inside()
+    assert unwrap(Wrapper()).module.in_features == 2
+
+
+@pytest.mark.ranks(2)
+def test_the_model_inside_is_reached_by_the_same_names_on_two_ranks():
+    start_on_cpu(2)
+    reach_the_model_inside()
+
+
+def save_what_the_courses_save(folder: Path) -> None:
+    model = replicate(small_net())
+    optimizer = torch.optim.Adam(model.parameters())
+    model(points(4).tensors[0]).sum().backward()
+    optimizer.step()
+    wrapped = nn.parallel.DistributedDataParallel(small_net()) if dist.is_initialized() else small_net()
+    save0(model, folder / "model.pt")
+    save0(wrapped, folder / "ddp.pt")
+    save0(model, folder / "model.safetensors")
+    save0({"model": model, "optimizer": optimizer, "loss": 0.5}, folder / "all.pt")
+    save0(torch.arange(3), folder / "tensor.pt")
+    barrier()
+    for name in ("model.pt", "ddp.pt", "model.safetensors"):
+        small_net().load_state_dict(loaded(folder / name))
+    everything = loaded(folder / "all.pt")
+    model.load_state_dict(everything["model"])
+    optimizer.load_state_dict(everything["optimizer"])
+    assert torch.equal(loaded(folder / "tensor.pt"), torch.arange(3))
+
+
+@pytest.mark.usefixtures("alone")
+def test_save0_takes_a_model_in_one_process_and_writes_no_pickled_code(tmp_path: Path):
+    save_what_the_courses_save(tmp_path)
+
+
+@pytest.mark.ranks(2)
+def test_save0_takes_a_model_on_two_ranks_and_writes_no_pickled_code(tmp_path: Path):
+    start_on_cpu(2)
+    save_what_the_courses_save(tmp_path)
+
+
 class Wrapper(nn.Module):
     """A model with a part of its own that is called module."""
 
@@ -148,7 +230,7 @@ def test_save0_in_one_process_changes_no_name(tmp_path: Path):
 
 
 @pytest.mark.ranks(2)
-def test_save0_takes_away_one_word_only(tmp_path: Path):
+def test_save0_keeps_the_name_of_a_part_that_is_called_module(tmp_path: Path):
     start_on_cpu(2)
     save0(replicate(Wrapper()).state_dict(), tmp_path / "model.pt")
     dist.barrier()
@@ -167,7 +249,7 @@ def test_save0_writes_tied_weights_under_both_names(tmp_path: Path):
 @pytest.mark.usefixtures("alone")
 def test_save0_says_what_a_safetensors_file_cannot_hold(tmp_path: Path):
     with pytest.raises(
-        UserError, match=r"model.safetensors can hold tensors only, but 'epoch' is int; use a name in .p"
+        UserError, match=r"model.safetensors can hold a dict of tensors only, but 'epoch' is int; use a name in .p"
     ):
         save0({"weight": torch.ones(2), "epoch": 3}, tmp_path / "model.safetensors")
     assert list(tmp_path.iterdir()) == []
@@ -270,6 +352,96 @@ def test_an_order_that_shard_would_not_keep_is_refused(options: dict[str, Any], 
         shard(numbers(10, **options))
 
 
+@pytest.mark.usefixtures("alone")
+def test_what_is_no_dataloader_and_no_model_is_refused():
+    with pytest.raises(UserError, match=r"shard\(\) was given TensorDataset; it needs a DataLoader, such as shard\("):
+        shard(points(8))
+    with pytest.raises(UserError, match=r"replicate\(\) was given type; it needs a model, which is an nn.Module"):
+        replicate(Wrapper)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sharded_loader_has_the_attributes_of_the_loader_that_was_given():
+    data = points(10)
+    loader = shard(DataLoader(data, batch_size=4, drop_last=True))
+    assert loader.dataset is data and loader.batch_size == 4 and loader.drop_last and loader.num_workers == 0
+    with pytest.raises(AttributeError, match="'DataLoader' object has no attribute 'nothing'"):
+        _ = loader.nothing
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pin_memory_is_no_error_without_a_gpu(workers: int):
+    loader = shard(DataLoader(points(6), batch_size=4, pin_memory=True, num_workers=workers))
+    assert [len(inputs) for inputs, _ in loader] == [4, 2]
+
+
+@pytest.mark.ranks(3)
+def test_values_are_gathered_and_broadcast():
+    start_on_cpu(3)
+    assert gather({"rank": rank(), "scores": [0.5, None]}) == [
+        {"rank": number, "scores": [0.5, None]} for number in range(3)
+    ]
+    assert broadcast(f"from {rank()}") == "from 0"
+    assert broadcast(torch.full((2,), float(rank()))).tolist() == [0.0, 0.0]
+    barrier()
+    for function, instead in ((gather, "gather_rows"), (broadcast, "broadcast")):
+        with pytest.raises(UserError, match=rf"{function.__name__}\(\) takes numbers, .* a tensor; use {instead}\("):
+            function([torch.ones(2)])
+
+
+@pytest.mark.usefixtures("alone")
+def test_in_one_process_values_are_gathered_from_itself():
+    barrier()
+    tensor = torch.ones(2)
+    assert gather(3) == [3] and broadcast("a") == "a" and broadcast(tensor) is tensor and gather_rows(tensor) is tensor
+
+
+def contrast(rows: torch.Tensor, everyone: torch.Tensor) -> torch.Tensor:
+    """A sum over rows that compares each with all rows of the batch."""
+    return (rows @ everyone.T).logsumexp(1).sum()
+
+
+@pytest.mark.ranks(3)
+def test_a_loss_over_all_rows_has_the_gradients_of_one_process():
+    start_on_cpu(3)
+    sizes = (3, 1, 2)
+    inputs, _ = points(sum(sizes)).tensors
+    mine = inputs[sum(sizes[: rank()]) :][: sizes[rank()]]
+    torch.manual_seed(0)
+    model, alone = replicate(small_net()), small_net()
+    alone.load_state_dict(model.state_dict())
+    rows = model(mine)
+    loss = mean_over_ranks(contrast(rows, gather_rows(rows)), len(rows))
+    loss.backward()
+    outputs = alone(inputs)
+    whole = contrast(outputs, outputs) / len(inputs)
+    whole.backward()
+    assert loss.item() == pytest.approx(whole.item(), rel=1e-6)
+    for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
+
+
+class Branches(nn.Module):
+    """A model of which each batch uses one half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList([nn.Linear(5, 3), nn.Linear(5, 3)])
+
+    def forward(self, inputs: torch.Tensor, half: int) -> torch.Tensor:
+        return self.halves[half](inputs)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_some_losses_do_not_use_are_found_where_asked():
+    start_on_cpu(2)
+    model = replicate(Branches(), find_unused_parameters=True)
+    for half in (0, 1, 0):
+        mean_over_ranks(model(torch.ones(2, 5), half).sum(), 2).backward()
+    assert all(each.grad is not None for each in model.parameters())
+
+
 # A long switch interval keeps threads that outlive the loop waiting for the interpreter until the process ends.
 SCRIPT = """
 import sys
@@ -283,9 +455,11 @@ sys.setswitchinterval(5)
 torch.manual_seed(0)
 inputs = torch.randn(50, 5)
 data = TensorDataset(inputs, (inputs[:, 0] > 0).long())
-model = replicate(torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2)))
+model = replicate(
+    torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Tanh(), torch.nn.Dropout(0.2), torch.nn.Linear(8, 2))
+)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-loader = shard(DataLoader(data, batch_size=7, shuffle=True))
+loader = shard(DataLoader(data, batch_size=7, shuffle=True, pin_memory=True))
 for epoch in range(2):
     for inputs, targets in loader:
         optimizer.zero_grad()
@@ -293,7 +467,7 @@ for epoch in range(2):
         loss.backward()
         optimizer.step()
         print0(f"{loss.item():.6f}")
-save0(model.state_dict(), "model.pt")
+save0(model, "model.pt")
 """
 
 

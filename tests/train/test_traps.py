@@ -59,12 +59,13 @@ def test_the_first_forward_pass_after_an_update_sees_it():
 
 
 @pytest.mark.ranks(2)
-def test_initial_values_and_dropout_of_a_split_model_are_not_the_same_on_every_rank():
+def test_initial_values_of_a_split_model_are_not_the_same_on_every_rank():
     """DTensor draws the same numbers on all ranks of a CPU mesh: parts of a matrix would be copies of each other."""
     mesh.use(mesh.Meeting(layout="tp=2", device="cpu"))
     here = mesh.start()
     placed = Trainer(program("small_llama", 1), here).placed
-    for each in placed.shards:
-        if each.copies == 1:
-            first, second = here.gathered(each.parameter.detach())
-            assert not torch.equal(first, second), each.name
+    split = [each for each in placed.shards if each.copies == 1]
+    assert len(split) >= 8, "products of every block and the vocabulary"
+    for each in split:
+        first, second = here.gathered(each.parameter.detach().tolist())
+        assert first != second, each.name

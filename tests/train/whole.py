@@ -8,16 +8,16 @@ assert_same(trained(program("gpt2")), wanted)
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from meshrun import Experiment, mesh
 from meshrun.parallel.how import How
 from meshrun.train.loop import Trainer
+from tests import compare
 from tests.programs import bert, encoder, gpt2, hf_llama, small_llama, t5
 from tests.train.small import start_on_cpu
 
@@ -72,16 +72,11 @@ def by_one_process(name: str, steps: int = STEPS) -> Result:
 
 def differences(found: Result, wanted: Result) -> dict[str, float]:
     """The largest relative difference of each kind."""
-
-    def largest(pairs: Iterator[tuple[Any, Any]]) -> float:
-        tensors = ((torch.as_tensor(a).double(), torch.as_tensor(b).double()) for a, b in pairs)
-        return max(float((a - b).abs().max() / b.abs().max().clamp(min=1e-30)) for a, b in tensors)
-
-    assert found.scores.keys() == wanted.scores.keys() and found.scores["count"] == wanted.scores["count"]
+    assert found.scores["count"] == wanted.scores["count"]
     return {
-        "losses": largest(zip(found.losses, wanted.losses, strict=True)),
-        "grad_norms": largest(zip(found.grad_norms, wanted.grad_norms, strict=True)),
-        "evaluation": largest((found.scores[name], wanted.scores[name]) for name in wanted.scores),
+        "losses": compare.difference(found.losses, wanted.losses),
+        "grad_norms": compare.difference(found.grad_norms, wanted.grad_norms),
+        "evaluation": compare.difference(found.scores, wanted.scores),
     }
 
 
@@ -90,11 +85,9 @@ def weight_difference(found: Result, wanted: Result) -> tuple[float, str]:
 
     The bias of attention's keys has no effect: it is nothing but rounding, which is no measure.
     """
-    assert found.weights.keys() == wanted.weights.keys()
-    return max(
-        (float((value - found.weights[name]).abs().max() / value.abs().max().clamp(min=1e-2)), name)
-        for name, value in wanted.weights.items()
-    )
+    found_by_name = compare.differences(found.weights, wanted.weights, least=1e-2)
+    worst = compare.largest(found_by_name.values())
+    return worst, next(name for name, each in found_by_name.items() if math.isnan(each) or each == worst)
 
 
 def assert_same(found: Result, wanted: Result, tolerance: float = TOLERANCE) -> None:

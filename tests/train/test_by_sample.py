@@ -1,0 +1,149 @@
+"""Dropout and noise in a loop of the user's own: a sample gets the same numbers on any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+from meshrun import randn_like, shard
+from meshrun.data.order import slice_of
+from meshrun.train import by_sample
+from meshrun.train.by_sample import compute_on
+from tests.train.small import start_on_cpu
+
+IDS = torch.tensor([17, 4, 90, 3, 8, 55])
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    yield
+    compute_on(None)
+
+
+def drawn(part: slice, draw: Callable[[int], Tensor]) -> Tensor:
+    torch.manual_seed(0)
+    compute_on(IDS[part])
+    draw(len(IDS[part]))  # the numbers of the second call are those of a second call on any rank
+    return draw(len(IDS[part]))
+
+
+ATTENTION = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
+
+DRAWS: dict[str, tuple[int, Callable[[int], Tensor]]] = {
+    "nn.Dropout": (0, lambda n: nn.Dropout(0.5)(torch.ones(n, 7, 3))),
+    "F.dropout of vectors": (0, lambda n: F.dropout(torch.ones(n, 40), 0.3)),
+    "time first": (1, lambda n: F.dropout(torch.ones(12, n, 5), 0.5)),
+    "attention weights": (0, lambda n: F.dropout(torch.ones(n * 2, 3, 3), 0.5)),
+    "attention weights as square as the batch": (0, lambda n: F.dropout(torch.ones(n * 2, 2, 2), 0.5)),
+    "nn.MultiheadAttention": (0, lambda n: ATTENTION(*[torch.arange(24.0).view(1, 3, 8).expand(n, 3, 8)] * 3)[0]),
+    "nn.Dropout2d": (0, lambda n: nn.Dropout2d(0.5)(torch.ones(n, 9, 2, 2))),
+    "randn_like": (0, lambda n: randn_like(torch.empty(n, 3, 2))),
+    "randn_like, time first": (1, lambda n: randn_like(torch.empty(5, n))),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_parts_of_a_batch_draw_what_the_whole_batch_draws(name: str):
+    dim, draw = DRAWS[name]
+    whole = drawn(slice(0, 6), draw)
+    for part in (slice(0, 4), slice(4, 6), slice(6, 6)):
+        entries = whole.shape[dim] // 6
+        expected = whole.movedim(dim, 0)[part.start * entries : part.stop * entries]
+        torch.testing.assert_close(drawn(part, draw).movedim(dim, 0), expected, rtol=1e-5, atol=1e-6)
+    assert 0.2 < (whole == 0).float().mean() < 0.8 or "rand" in name or "Multi" in name
+
+
+def test_normal_numbers_by_sample_are_normal():
+    compute_on(torch.arange(1000))
+    numbers = randn_like(torch.empty(1000, 50))
+    assert abs(numbers.mean()) < 0.02 and abs(numbers.std() - 1) < 0.02
+    assert abs((numbers.abs() < 1).float().mean() - 0.6827) < 0.01
+
+
+def test_every_forward_pass_drops_others_and_the_seed_decides_which():
+    compute_on(IDS)
+    x = torch.ones(6, 50)
+    torch.manual_seed(1)
+    first, second = F.dropout(x, 0.5), F.dropout(x, 0.5)
+    assert not torch.equal(first, second)
+    torch.manual_seed(2)
+    assert not torch.equal(F.dropout(x, 0.5), first)
+    torch.manual_seed(1)
+    assert torch.equal(F.dropout(x, 0.5), first)
+
+
+def test_recomputed_activations_drop_the_same():
+    compute_on(IDS)
+    x = torch.ones(6, 50, requires_grad=True)
+    output = checkpoint(lambda y: F.dropout(y, 0.5) * y, x, use_reentrant=False)
+    output.sum().backward()
+    assert torch.equal(x.grad, 2 * output)
+
+
+def test_a_tensor_without_the_batch_and_evaluation_are_left_to_torch():
+    compute_on(IDS)
+    torch.manual_seed(0)
+    ours = F.dropout(torch.ones(5, 50), 0.5)
+    compute_on(None)
+    torch.manual_seed(0)
+    assert torch.equal(F.dropout(torch.ones(5, 50), 0.5), ours)
+    compute_on(IDS)
+    assert F.dropout(torch.ones(6, 9), 0.5, training=False).sum() == 54
+
+
+@pytest.mark.ranks(2)
+def test_a_loop_over_a_sharded_loader_drops_by_sample():
+    here = start_on_cpu(2)
+    torch.manual_seed(0)
+    loader = shard(DataLoader(torch.arange(7).view(7, 1).float(), batch_size=3))
+    mine = [F.dropout(rows + torch.ones(30), 0.5).tolist() for rows in loader]
+    parts = here.gathered(mine)
+    torch.manual_seed(0)
+    for step, size in enumerate((3, 3, 1)):
+        ids = torch.arange(3 * step, 3 * step + size)
+        compute_on(ids)
+        whole = F.dropout(ids.view(size, 1) + torch.ones(30), 0.5).tolist()
+        assert mine[step] == whole[slice_of(range(size), here.rank, 2).start :][: len(mine[step])]
+        assert len(parts[0][step]) + len(parts[1][step]) == size
+    compute_on(None)
+    torch.manual_seed(here.rank)
+    other = [
+        F.dropout(rows + torch.ones(30), 0.5).tolist() for rows in shard(DataLoader(torch.ones(2, 1), batch_size=2))
+    ]
+    assert here.gathered(other)[0] != here.gathered(other)[1], "ranks with seeds of their own draw others"
+
+
+@pytest.mark.usefixtures("alone")
+def test_after_the_loop_numbers_are_torchs_own_again():
+    outer = shard(DataLoader(torch.ones(4, 1), batch_size=2))
+    for _ in outer:
+        for _ in shard(DataLoader(torch.ones(3, 1), batch_size=3)):
+            pass
+        assert len(compute_on(None)) == 2, "the loop around goes on with its own samples"
+    for _ in outer:
+        break
+    assert compute_on(None) is None
+
+
+def test_a_number_and_channels_without_a_batch_keep_their_shape():
+    before = compute_on(torch.arange(4))
+    try:
+        assert randn_like(torch.tensor(1.0)).shape == ()
+        assert F.dropout1d(torch.ones(4, 5), 0.5).shape == (4, 5)
+    finally:
+        compute_on(before)
+
+
+def test_the_smallest_uniform_number_makes_a_finite_normal_one(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(by_sample, "_uniform", lambda shape, _: torch.zeros(shape, dtype=torch.float64))
+    before = compute_on(torch.arange(4))
+    try:
+        assert randn_like(torch.zeros(4, 3)).isfinite().all()
+    finally:
+        compute_on(before)

@@ -1,0 +1,265 @@
+"""When a training's state is saved, what of it is saved, and what is left to those who come next."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from meshrun import Here, RunFailed, mesh
+from meshrun.data.order import Order
+from meshrun.state.memory import memory_files
+from meshrun.train.interval import Every
+from meshrun.train.keeper import Keeper, _weight_of
+from meshrun.train.loop import Trainer
+from meshrun.train.recovery import Keeping
+from meshrun.train.state import moment, passing, plain, regions, values
+from tests.train.small import points, small, start_on_cpu
+
+STEPS = 6
+
+
+def trainer_in(folder: Path, here: Here, every: Every | None = None, **changes: Any) -> Trainer:
+    keeping = {name: changes.pop(name) for name in ("memory", "generation", "keep") if name in changes}
+    options = {name: changes.pop(name) for name in ("record", "record_ids") if name in changes}
+    experiment = small(24, changes.pop("batch", 8), steps=STEPS, **changes)
+    kept = Keeping(folder, every=every or Every(steps=2), **{"keep": 100, **keeping})
+    return Trainer(experiment, here, eval_every=2, keeping=kept, **options)
+
+
+def keeper_of(trainer: Trainer) -> Keeper:
+    assert trainer.keeper is not None
+    return trainer.keeper
+
+
+def saved_in(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:13]) for path in folder.glob("step-*"))
+
+
+def train(trainer: Trainer, steps: int) -> None:
+    """So many steps; what is due after the last of them is done."""
+    for update in trainer.steps():
+        if update.step == steps:  # the one after: its own saving has not come yet
+            break
+
+
+def test_state_is_saved_every_so_many_steps_and_at_the_end_once(alone: Here, tmp_path: Path):
+    trainer_in(tmp_path, alone, Every(steps=4)).train()
+    assert saved_in(tmp_path) == [4, STEPS]
+    trainer_in(tmp_path / "even", alone, Every(steps=3)).train()
+    assert saved_in(tmp_path / "even") == [3, STEPS]
+    trainer_in(tmp_path / "never", alone, Every(never=True)).train()
+    assert saved_in(tmp_path / "never") == []
+
+
+def test_a_training_that_is_resumed_at_its_end_saves_nothing_again(alone: Here, tmp_path: Path):
+    trainer_in(tmp_path, alone).train()
+    again = trainer_in(tmp_path, alone)
+    assert again.resume() == {"step": STEPS, "source": "a checkpoint", "seconds": pytest.approx(0, abs=60)}
+    again.train()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-{step:08d}" for step in (2, 4, 6)]
+
+
+def test_a_step_is_due_once(alone: Here, tmp_path: Path):
+    keeper = keeper_of(trainer_in(tmp_path, alone, Every(steps=2)))
+    assert [step for step in range(1, 7) if keeper._due(step)] == [2, 4, 6]
+    keeper._saved = 4
+    assert [step for step in range(1, 7) if keeper._due(step)] == [2, 6]
+    keeper._saved = STEPS
+    assert not keeper._due(STEPS), "nor the last one"
+
+
+def test_by_the_clock_it_is_saved_when_the_time_has_come_and_no_write_is_under_way(
+    alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = trainer_in(tmp_path, alone, Every(given=10.0))
+    keeper = keeper_of(trainer)
+    now = keeper._saved_at
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    keeper._look = 0
+    assert not keeper._due(1) and keeper._look > 1
+    keeper._look, now = 0, now + 10.1
+    assert keeper._due(1)
+    monkeypatch.setattr(Keeper, "_busy", True)
+    keeper._look = 0
+    assert not keeper._due(1), "the last one is still being written"
+
+
+def test_a_look_at_the_clock_comes_half_way_at_the_pace_of_the_steps(
+    alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = trainer_in(tmp_path, alone, Every(given=100.0))
+    keeper = keeper_of(trainer)
+    now = keeper._saved_at + 10.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    keeper._looked = (0, now - 10.0)
+    assert not keeper._time_has_come(20)  # 2 steps a second, 90 s left
+    assert keeper._look == 20 + 90
+
+
+@pytest.mark.ranks(2)
+def test_the_slowest_rank_s_clock_decides_for_all(tmp_path: Path):
+    here = start_on_cpu(2)
+    trainer = trainer_in(tmp_path, here, Every(given=1000.0))
+    keeper = keeper_of(trainer)
+    keeper._saved_at -= 2000.0 if here.rank == 1 else 0.0
+    assert keeper._time_has_come(3), "rank 1 has not saved for 2,000 s"
+    keeper._saved_at = time.monotonic()
+    assert not keeper._time_has_come(4)
+
+
+def test_how_long_a_checkpoint_took_is_known_from_its_beginning_to_its_end(alone: Here, tmp_path: Path):
+    told: list[dict[str, Any]] = []
+    trainer = trainer_in(tmp_path, alone, record=lambda kind, **f: told.append(f) if kind == "checkpoint" else None)
+    assert keeper_of(trainer).took is None
+    trainer.train()
+    assert [each["step"] for each in told] == [2, 4, 6]
+    took = keeper_of(trainer).took
+    assert took == pytest.approx(told[-1]["seconds"] + told[-1]["stall"], abs=2e-4) and took >= told[-1]["seconds"] > 0
+
+
+def test_the_last_checkpoint_is_of_this_very_step_and_its_failure_is_one_of_the_run(alone: Here, tmp_path: Path):
+    trainer = trainer_in(tmp_path / "ok", alone, Every(steps=100))
+    train(trainer, 3)
+    assert keeper_of(trainer).save_last() and saved_in(tmp_path / "ok") == [4]
+    never = trainer_in(tmp_path / "never", alone, Every(never=True))
+    train(never, 1)
+    assert not keeper_of(never).save_last() and saved_in(tmp_path / "never") == []
+    bad = trainer_in(tmp_path / "bad", alone, Every(steps=100))
+    train(bad, 1)
+    (tmp_path / "bad").write_text("a file where a folder must be")
+    with pytest.raises(RunFailed, match="stopped after step 2, but its checkpoint was not kept: "):
+        keeper_of(bad).save_last()
+
+
+def test_a_state_that_was_given_is_not_saved_again_unless_it_was_in_memory_only(alone: Here, tmp_path: Path):
+    trainer_in(tmp_path, alone, Every(steps=4)).train()
+    again = trainer_in(tmp_path, alone, Every(steps=100))
+    again.resume()
+    assert keeper_of(again).save_last() and saved_in(tmp_path) == [4, STEPS]
+    begun = trainer_in(tmp_path / "new", alone)
+    assert begun.resume() is None
+    assert keeper_of(begun).save_last() and saved_in(tmp_path / "new") == [], "step 0 is in the program itself"
+    keeper = keeper_of(again)
+    keeper.recovery.find = lambda: "memory"  # type: ignore[method-assign]
+    again.resume()
+    assert keeper._given == 0 and keeper._saved is None
+
+
+def test_ids_that_were_used_before_a_resume_count(alone: Here, tmp_path: Path):
+    whole = trainer_in(tmp_path, alone).train()
+    cut = trainer_in(tmp_path, alone)
+    cut.resume()
+    assert cut.train()["sample_ids_sha256"] == whole["sample_ids_sha256"]
+
+
+@pytest.mark.parametrize("torn", [False, True])
+def test_weights_that_are_between_two_steps_are_not_left_to_anyone(alone: Here, tmp_path: Path, torn: bool):
+    trainer = trainer_in(tmp_path, alone, Every(steps=100))
+    train(trainer, 2)
+    keeper = keeper_of(trainer)
+    if torn:
+        with keeper.updating():
+            pass
+    keeper.leave(graceful=True)
+    assert saved_in(tmp_path) == ([] if torn else [3])
+    if torn:
+        keeper.remember()
+        keeper.leave(graceful=True)
+    assert saved_in(tmp_path) == [3]
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_that_is_left_alone_puts_its_state_into_its_node_s_memory(tmp_path: Path):
+    here = start_on_cpu(2)
+    trainer = trainer_in(tmp_path, here, Every(steps=100), memory=tmp_path / "memory", generation=0)
+    train(trainer, 3)
+    if here.rank == 1:
+        keeper_of(trainer)._last_words(frozenset({0}))
+        (found,) = [file for file in memory_files(tmp_path / "memory") if file.path.name.startswith("words")]
+        names = {entry.name for entry in found.pieces}
+        weights = {f"model/{shard.name}" for shard in trainer.placed.shards}
+        momenta = {f"optimizer/{shard.name}/momentum_buffer" for shard in trainer.placed.shards}
+        assert weights | momenta <= names and found.step == 4
+    here.gathered(None)
+
+
+def test_what_belongs_to_a_weight_is_known_by_its_name():
+    assert _weight_of("model/block.0.w") == "model/block.0.w"
+    assert _weight_of("optimizer/block.0.w/exp_avg") == "model/block.0.w"
+
+
+def test_a_state_speaks_of_its_own_moment(alone: Here, tmp_path: Path):
+    trainer = trainer_in(tmp_path, alone, evals={"val": points(9)})
+    before = moment(trainer)
+    trainer.train()
+    state = values(trainer, before)
+    assert (state["step"], state["evaluated"]) == (0, 0), "and not where the training stands now"
+    losses = {each.name: each.tensor for each in regions(trainer, before)}["totals/losses"]
+    assert len(losses) == 0
+    now = values(trainer, moment(trainer))
+    assert (now["step"], now["evaluated"], now["world"], now["layout"]) == (STEPS, STEPS, 1, "dp=1")
+    assert now["data"] == {"batch": 8, "seed": 4, "train_samples": 24, "shuffle": "full", "fingerprint": None}
+    assert now["kept"]["keys"] == ["momentum_buffer"] and now["kept"]["without"] == []
+
+
+def test_an_entry_of_the_optimizer_that_is_none_is_left_out(alone: Here, tmp_path: Path):
+    trainer = trainer_in(tmp_path, alone, optimizer=lambda p: torch.optim.SGD(p, lr=0.1))
+    for shard in trainer.placed.shards:
+        trainer.optimizer.state[shard.parameter]["momentum_buffer"] = None
+    assert not [each for each in regions(trainer, moment(trainer)) if each.name.startswith("optimizer/")]
+    assert values(trainer, moment(trainer))["kept"]["keys"] == []
+
+
+def test_draws_of_the_program_are_noticed(alone: Here, tmp_path: Path):
+    trainer = trainer_in(tmp_path, alone)
+    keeper = keeper_of(trainer)
+    assert not keeper._values()["draws"]
+    random.random()
+    keeper.remember()
+    assert keeper._values()["draws"]
+    assert {"rng/0/torch", "rng/0/python", "rng/0/numpy"} <= {each.name for each in passing(trainer, moment(trainer))}
+
+
+def test_groups_are_written_down_as_plain_numbers():
+    group = {"lr": torch.tensor(0.5), "betas": (0.9, 0.99), "fused": None, "params": [nn.Parameter(torch.ones(1))]}
+    assert plain({**group, "eps": float("nan")}) == {"lr": 0.5, "betas": [0.9, 0.99], "fused": None}
+
+
+@pytest.mark.ranks(3)
+def test_samples_that_only_fill_up_a_piece_are_not_recorded_as_used(tmp_path: Path):
+    mesh.use(mesh.Meeting(layout="fsdp=3", device="cpu"))
+    here, told = mesh.start(), list[int]()
+
+    def record(kind: str, **fields: Any) -> None:
+        if kind == "ids":
+            told.extend(fields["ids"])
+
+    # Of two samples on three ranks, one has none and computes a sample of another.
+    trainer = trainer_in(tmp_path, here, Every(never=True), record=record, record_ids=True, batch=2)
+    train(trainer, 1)
+    everyone = sorted(number for ids in here.gathered(told) for number in ids)
+    order = Order(24, 2, 4)
+    assert everyone == sorted(int(number) for step in (0, 1) for number in order.batch_ids(step))
+
+
+def test_the_last_evaluated_step_is_kept_beside_the_step(alone: Here, tmp_path: Path):
+    trainer = trainer_in(tmp_path, alone)
+    trainer.step, trainer.evaluated = 3, 2
+    state = values(trainer, moment(trainer))
+    assert (state["step"], state["evaluated"]) == (3, 2)
+
+
+@pytest.mark.parametrize(("tp", "cp", "writes"), [(0, 0, True), (1, 0, False), (0, 1, False)])
+def test_buffers_of_a_replica_are_written_by_one_of_its_ranks(tp: int, cp: int, writes: bool):
+    here = SimpleNamespace(rank=3, replica=1, place={"tp": tp, "cp": cp, "pp": 0}.__getitem__)
+    now = SimpleNamespace(random=SimpleNamespace(tensors=dict), buffers={"mean": torch.ones(2)})
+    placed = SimpleNamespace(stages_with=lambda _: (0,))
+    found = passing(SimpleNamespace(here=here, placed=placed), now)  # type: ignore[arg-type]
+    assert [each.name for each in found] == (["buffer/mean@1"] if writes else [])
