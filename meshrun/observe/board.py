@@ -1,16 +1,21 @@
 """TensorBoard scalars, where tensorboard is installed.
 
-board = Board.open(run.path / "tensorboard")      # None where it is not installed
+board = Board.open(run.path / "tensorboard", run.events_of(0))      # None where it is not installed, or not possible
 board.add(event)
+
+Curves that a full disk has cut off are written anew, from the events of the run, when it takes them again.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshrun.observe.events import Event
+from meshrun.observe.events import Event, read_events
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -19,21 +24,62 @@ EVERY = 10
 """Steps between two points of a curve: writing all of them would cost more than some steps do."""
 
 
+OPEN_AFTER = 10.0
+"""Seconds after which curves that could not be written are tried again."""
+
+
 class Board:
     """Writes what events say as curves."""
 
-    def __init__(self, writer: SummaryWriter) -> None:
-        self._writer = writer
+    def __init__(self, folder: Path, events: Path) -> None:
+        self._folder, self._events = folder, events
+        self._writer: SummaryWriter | None = None
+        self._open_at = 0.0
 
     @classmethod
-    def open(cls, folder: Path) -> Board | None:
-        if importlib.util.find_spec("tensorboard") is None:
+    def open(cls, folder: Path, events: Path) -> Board | None:
+        if importlib.util.find_spec("tensorboard") is None or not _is_text(folder):
             return None
-        from torch.utils.tensorboard import SummaryWriter
-
-        return cls(SummaryWriter(str(folder)))
+        board = cls(folder, events)
+        board._try(board._open)
+        return board
 
     def add(self, event: Event) -> None:
+        if self._writer is not None:
+            self._try(lambda: self._draw(event))
+        elif time.monotonic() >= self._open_at:
+            self._try(self._open_anew)
+
+    def close(self) -> None:
+        if self._writer is None:
+            self._try(self._open_anew)
+        if self._writer is not None:
+            self._try(self._writer.close)
+
+    def _try(self, action: Callable[[], None]) -> None:
+        """A training must not end because of its curves: what they are written with is opened anew, a while later."""
+        try:
+            action()
+        except Exception:
+            broken, self._writer, self._open_at = self._writer, None, time.monotonic() + OPEN_AFTER
+            if broken is not None:
+                with contextlib.suppress(Exception):
+                    broken.close()
+
+    def _open(self) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(self._folder))
+
+    def _open_anew(self) -> None:
+        self._open()
+        for event in read_events(self._events):
+            self._draw(event)
+        assert self._writer is not None
+        self._writer.flush()
+
+    def _draw(self, event: Event) -> None:
+        assert self._writer is not None
         step = event.get("step", 0)
         if event["kind"] == "step" and (step == 1 or step % EVERY == 0):
             rate = event["samples"] / event["seconds"] if event["seconds"] else 0.0
@@ -46,5 +92,11 @@ class Board:
                     if metric not in ("count", "skipped"):
                         self._writer.add_scalar(f"{name}/{metric}", value, step)
 
-    def close(self) -> None:
-        self._writer.close()
+
+def _is_text(folder: Path) -> bool:
+    """Whether the name of a folder is UTF-8: TensorBoard takes no other."""
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -16,7 +16,7 @@ from typing import Any
 NAMES = {
     "precision": "Precision",
     "compile": "Compiled",
-    "recompute": "Computed twice",
+    "recompute": "Activations recomputed",
     "ample": "Gated activations kept",
     "attention": "Attention",
     "channels_last": "Channels last",
@@ -29,7 +29,7 @@ NAMES = {
 WORDS = {
     ("compile", "tried"): "where it could be",
     ("recompute", "auto"): "not settled yet",
-    ("recompute", "none"): "nothing",
+    ("recompute", "none"): "none",
     ("recompute", "full"): "every segment",
     ("attention", "cudnn"): "cuDNN's",
     ("attention", "torch"): "torch's",

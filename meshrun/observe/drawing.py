@@ -41,6 +41,7 @@ STYLE = """
 .faint { stroke-width: 1; opacity: .35; }
 .mark { fill: var(--ink); stroke: var(--ink); stroke-width: 1.5; }
 .mark.hollow { fill: var(--paper); }
+.start { stroke: var(--muted); stroke-width: 1.5; stroke-dasharray: 4 3; }
 .cursor { visibility: hidden; pointer-events: none; }
 .cursor line { stroke: var(--muted); }
 .cursor circle { fill: var(--accent); stroke: var(--paper); stroke-width: 1.5; }
@@ -89,6 +90,14 @@ class Marks:
 
 
 @dataclass(frozen=True)
+class Start:
+    """A step after which a run was started anew."""
+
+    step: float
+    name: str
+
+
+@dataclass(frozen=True)
 class Curve:
     """Drawable values over ascending steps. `trend` has a value for each of them, or none."""
 
@@ -99,6 +108,7 @@ class Curve:
     trend_name: str = ""
     """Without it there is no key to the lines: one curve on a page is enough to explain them."""
     marks: Sequence[Marks] = ()
+    starts: Sequence[Start] = ()
     log: bool = False
     """The axis may be logarithmic; it is where the values span a wide range."""
     from_zero: bool = False
@@ -176,7 +186,7 @@ def curve(what: Curve) -> str:
         f'<figure class="curve{tall}"><figcaption>{title}<output>{said}</output></figcaption>{_legend(what)}'
         f'<div class="plot" data-steps="{steps}" data-values="{values}">'
         f'<svg role="img" aria-label="{escape(what.title)} over steps: {said}">'
-        f"{_axes(across, up, what)}"
+        f"{_axes(across, up, what)}{_starts(what, across)}"
         '<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="100%" overflow="visible">'
         f"{_lines(what, across, up, read)}</svg>"
         f"{''.join(_marks(each, index, across, up) for index, each in enumerate(what.marks))}"
@@ -297,6 +307,15 @@ def _marks(marks: Marks, index: int, across: Scale, up: Scale) -> str:
     return "".join(parts)
 
 
+def _starts(what: Curve, across: Scale) -> str:
+    inside = [start for start in what.starts if what.steps[0] <= start.step <= what.steps[-1]]
+    return "".join(
+        f'<line class="start" x1="{_percent(across(start.step))}" x2="{_percent(across(start.step))}" y1="0" y2="100%">'
+        f"<title>{escape(start.name)}, after step {start.step:,}</title></line>"
+        for start in inside[:MOST_MARKS]
+    )
+
+
 def _legend(what: Curve) -> str:
     keys = []
     if what.trend_name:
@@ -305,5 +324,7 @@ def _legend(what: Curve) -> str:
     for index, marks in enumerate(what.marks):
         outline, kind = _SHAPES[index % len(_SHAPES)]
         keys.append((f'<path class="{kind}" transform="translate(9 5)" d="{outline}"/>', marks.name))
+    if what.starts:
+        keys.append(('<path class="start" d="M9 -2v14"/>', "started anew"))
     drawn = "".join(f'<span><svg aria-hidden="true">{key}</svg>{escape(name)}</span>' for key, name in keys)
     return f'<div class="legend">{drawn}</div>' if keys else ""

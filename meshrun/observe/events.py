@@ -12,46 +12,97 @@ Every event has `time` and `kind`.
 from __future__ import annotations
 
 import contextlib
-import json
+import io
+import os
 import time
+from collections import deque
 from pathlib import Path
 from typing import Any
 
+from meshrun import strict_json
+from meshrun.files import open_plain
+
 Event = dict[str, Any]
+MOST_WAITING = 100_000
+"""Lines that wait for a disk: some ten megabytes."""
 
 
 def _now() -> float:
     return round(time.time(), 4)
 
 
-class EventFile:
-    """Appends events; each is one write, so that a reader or a crash never sees the middle of a line as its end."""
+def _is_time(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class LineFile:
+    """Appends lines; each is one write, so that a reader or a crash never sees the middle of a line as its end.
+
+    Lines that a full or read-only disk refuses wait in memory, and are written as soon as it takes them again.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
-        self._lost, self._torn = 0, False
+        self._path, self._waiting = path, deque[bytes]()
+        self._file: io.FileIO | None = None
+        self.lost = 0
+        """Lines that were given up, since too many waited."""
+        self.flush()
 
-    def write(self, kind: str, **fields: Any) -> None:
-        """Write an event. On a full disk it is lost, and counted: a training must not end because of its diary."""
-        if self._lost:
-            lost = {"kind": "note", "text": f"{self._lost} events before this one could not be written"}
-            if not self._append({"time": _now(), **lost}):
-                self._lost += 1
-                return
-            self._lost = 0
-        self._lost += not self._append({"time": _now(), "kind": kind, **fields})
+    def add(self, line: bytes) -> None:
+        if len(self._waiting) < MOST_WAITING:
+            self._waiting.append(line + b"\n")
+        else:
+            self.lost += 1
+        self.flush()
 
-    def _append(self, event: Event) -> bool:
-        line = (b"\n" if self._torn else b"") + json.dumps(event, allow_nan=True).encode() + b"\n"
+    def flush(self) -> bool:
+        """Write what waits; whether all lines are in the file now."""
         try:
-            written = self._file.write(line)
+            file = self._file or self._open()
+            while self._waiting:
+                line = self._waiting[0]
+                written = file.write(line) or 0
+                if written < len(line):
+                    self._waiting[0] = line[written:]
+                    return False
+                self._waiting.popleft()
         except OSError:
             return False
-        self._torn = written != len(line)
-        return not self._torn
+        return True
+
+    def _open(self) -> io.FileIO:
+        self._path.parent.mkdir(exist_ok=True)
+        file = self._file = io.FileIO(self._path, "a+")
+        size = file.seek(0, os.SEEK_END)
+        if size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+            self._waiting.appendleft(b"\n")  # a process that was killed while it wrote has left half a line
+        return file
 
     def close(self) -> None:
-        self._file.close()
+        """Write what waits, if that can be done, and close the file."""
+        self.flush()
+        if self._file is not None:
+            self._file.close()
+
+
+class EventFile:
+    """The events of one process, a line each. A training does not end because its disk refuses an event."""
+
+    def __init__(self, path: Path) -> None:
+        self._lines = LineFile(path)
+
+    def write(self, kind: str, **fields: Any) -> None:
+        if self._lines.lost and self._lines.flush():
+            text = f"{self._lines.lost} events before this one could not be written"
+            self._add({"kind": "note", "text": text})
+            self._lines.lost = 0
+        self._add({"kind": kind, **fields})
+
+    def _add(self, event: Event) -> None:
+        self._lines.add(strict_json.dumps({"time": _now(), **event}).encode())
+
+    def close(self) -> None:
+        self._lines.close()
 
 
 class Follower:
@@ -65,9 +116,9 @@ class Follower:
     def new_lines(self) -> list[bytes]:
         """Complete lines since the last call; none while the file does not exist."""
         try:
-            with self._path.open("rb") as file:
+            with open_plain(self._path) as file:
                 file.seek(self._read)
-                chunk = file.read()
+                chunk = file.readall()
         except FileNotFoundError:
             return []
         self._read += len(chunk)
@@ -79,7 +130,9 @@ class Follower:
         events = []
         for line in self.new_lines():
             with contextlib.suppress(ValueError):  # the rest of a line that a full disk has cut off
-                events.append(json.loads(line))
+                event = strict_json.loads(line)
+                if isinstance(event, dict) and isinstance(event.get("kind"), str) and _is_time(event.get("time")):
+                    events.append(event)
         return events
 
 

@@ -46,10 +46,20 @@ class FirstFailure:
         return f"{self.sentence}{shown}{log}"
 
 
-def first_failure(run: RunDirectory, ended: Mapping[int, str], host: str, since: float = 0.0) -> FirstFailure:
-    """`ended` says how each failed rank's process ended; what ranks wrote before `since` is of an earlier start."""
-    said = {rank: _failure_of(run, rank, since) for rank in ended}
-    spoke = [(event["secondary"], event["time"], rank) for rank, event in said.items() if event is not None]
+def failures_in(memory: Path, rank: int) -> Path:
+    """The file in the node's memory in which a rank says why it ends: the disk may take nothing more."""
+    return memory / f"failure-{rank:05d}.jsonl"
+
+
+def first_failure(
+    run: RunDirectory, ended: Mapping[int, str], host: str, since: float = 0.0, memory: Path | None = None
+) -> FirstFailure:
+    """`ended` says how each failed rank's process ended; what ranks wrote before `since` is of an earlier start.
+
+    `memory` is the run's folder in this node's memory.
+    """
+    said = {rank: _failure_of(run, rank, since, memory) for rank in ended}
+    spoke = [(bool(event.get("secondary")), event["time"], rank) for rank, event in said.items() if event is not None]
     silent = [rank for rank, event in said.items() if event is None]
     causes = [entry for entry in spoke if not entry[0]]
     if causes:
@@ -63,18 +73,33 @@ def first_failure(run: RunDirectory, ended: Mapping[int, str], host: str, since:
     return _killed(run, killed[0], ended[killed[0]], host)
 
 
-def _failure_of(run: RunDirectory, rank: int, since: float) -> Event | None:
+def _failure_of(run: RunDirectory, rank: int, since: float, memory: Path | None) -> Event | None:
     events = read_events(run.events_of(rank))
-    failures = [event for event in events if event["kind"] == "failure" and event["time"] >= since]
-    return failures[0] if failures else None
+    if memory is not None:
+        events += read_events(failures_in(memory, rank))
+    failures = (event for event in events if event["kind"] == "failure" and event["time"] >= since)
+    return next((event for event in failures if _is_whole(event)), None)
+
+
+def _is_whole(event: Event) -> bool:
+    """Whether a failure says all that is shown of it: a file of events may be damaged."""
+    texts, lines = isinstance(event.get("sentence"), str), event.get("lines")
+    return texts and isinstance(lines, list) and isinstance(event.get("rank"), int) and event["rank"] >= 0
 
 
 def _spoken(run: RunDirectory, event: Event) -> FirstFailure:
-    return FirstFailure(event["sentence"], event["lines"], run.log_of(event["rank"]), event["by_user"])
+    return FirstFailure(event["sentence"], event["lines"], run.log_of(event["rank"]), bool(event.get("by_user")))
+
+
+def directory_gone(run: RunDirectory, when: str = "") -> str:
+    """A sentence for a run whose directory is no longer there."""
+    return f"{run.path} was deleted, moved or unmounted while the run trained{when}, so that nothing of it can be kept"
 
 
 def _killed(run: RunDirectory, rank: int, how: str, host: str) -> FirstFailure:
-    steps = [event["step"] for event in read_events(run.events_of(rank)) if event["kind"] == "step"]
+    if not (run.path / "config.json").exists():
+        return FirstFailure(directory_gone(run), [], run.log_of(rank), False)
+    steps = [event.get("step") for event in read_events(run.events_of(rank)) if event["kind"] == "step"]
     where = f"after step {steps[-1]}" if steps else "before its first step"
     return FirstFailure(f"rank {rank} on {host} {how} {where}", tail(run.log_of(rank)), run.log_of(rank), False)
 

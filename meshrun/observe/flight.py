@@ -12,7 +12,6 @@ messages from one rank to another.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -20,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from meshrun import strict_json
 from meshrun.config import write_json
 
 RECENT = 1000
@@ -94,7 +94,7 @@ def write_own(folder: Path, rank: int, question: int) -> None:
 def read(folder: Path, rank: int, question: int) -> list[Group] | None:
     """The answer to a question, or None while there is none."""
     try:
-        found = json.loads(path_of(folder, rank).read_text())
+        found = strict_json.loads(path_of(folder, rank).read_text())
         if found["question"] != question:
             return None
         return [
@@ -134,7 +134,7 @@ def _entries() -> list[dict[str, Any]]:
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(parts, name, None)
         if dump is not None:
-            found += json.loads(dump()).get("entries", [])
+            found += strict_json.loads(dump()).get("entries", [])
     return found
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from meshrun.observe.flight import Call, Group, familiar
-from meshrun.observe.pulse import Reading
+from meshrun.observe.pulse import SCRIPT_PHASES, Reading
 from meshrun.observe.stacks import Frame
 
 _OURS = str(Path(__file__).parents[1]) + "/"
@@ -68,10 +68,20 @@ class Witness:
         return f"rank {self.rank} on {self.host}"
 
     @property
+    def is_script(self) -> bool:
+        """Whether it runs a plain script, of which no steps are known."""
+        return self.pulse.phase in SCRIPT_PHASES
+
+    @property
+    def at_step(self) -> str:
+        return "" if self.is_script else f" at step {self.pulse.step}"
+
+    @property
     def waits_in(self) -> str:
         """What it would say that it waits for."""
         pending = [call for group in self.groups for call in group.pending]
-        return self.pulse.what or (str(pending[0]) if pending else "a collective")
+        unknown = _named(self.frames) if self.is_script and self.frames else "a collective"
+        return self.pulse.what or (str(pending[0]) if pending else unknown)
 
 
 Kind = Literal["stopped", "reader", "code", "done", "others"]
@@ -102,12 +112,19 @@ def diagnose(witnesses: Sequence[Witness]) -> Finding:
     if gone and waiting:
         return Finding(
             gone[0].rank,
-            f"{gone[0].name} has finished at step {gone[0].pulse.step}, while {_waits(waiting)}",
+            f"{gone[0].name} has finished{gone[0].at_step}, while {_waits(waiting)}",
+        )
+    if gone and gone[0].is_script:
+        where = f", which is in {_line(gone[0])}" if gone[0].frames else ""
+        return Finding(
+            gone[0].rank,
+            f"{gone[0].name} has come to the end of its script, but its process has not ended for "
+            f"{gone[0].pulse.silent:.0f} s{where}",
         )
     longest = max(witnesses, key=lambda each: each.pulse.silent)
     return Finding(
         -1,
-        f"no rank on {longest.host} has got on for {longest.pulse.silent:.0f} s at step {longest.pulse.step}: "
+        f"no rank on {longest.host} has got on for {longest.pulse.silent:.0f} s{longest.at_step}: "
         f"{_waits(witnesses, 'others')}",
     )
 
@@ -116,7 +133,7 @@ def place_of(witness: Witness) -> Place:
     """Where the main thread is, told from its innermost frames."""
     if witness.state in ("T", "t"):
         return Place("stopped", "has been stopped (SIGSTOP)")
-    if witness.pulse.phase == "done" and not witness.pulse.what:
+    if witness.pulse.phase in ("done", "ended") and not witness.pulse.what:
         return Place("done")
     frames = witness.frames
     inner = list(itertools.takewhile(_is_library, frames))
@@ -175,7 +192,7 @@ def _call_of(witness: Witness, group: str, number: int) -> Call | None:
 def _sentence(guilty: Witness, places: dict[int, Place], witnesses: Sequence[Witness]) -> str:
     waiting = [each for each in witnesses if each is not guilty and places[each.rank].kind == "others"]
     end = f", while {_waits(waiting)}" if waiting else ""
-    since = f"for {guilty.pulse.silent:.0f} s at step {guilty.pulse.step}"
+    since = f"for {guilty.pulse.silent:.0f} s{guilty.at_step}"
     place = places[guilty.rank]
     if place.kind == "reader":
         return f"{guilty.name} has waited {since} for {place.text}{end}"
@@ -200,8 +217,8 @@ def _never_came(guilty: Witness, witnesses: Sequence[Witness], first: Witness, c
         )
     ]
     return (
-        f"{guilty.name} never came to {call}, in which {_have(waiting)} waited for {call.age:.0f} s at step "
-        f"{first.pulse.step} ({_line(first)}): it is already in {guilty.waits_in}"
+        f"{guilty.name} never came to {call}, in which {_have(waiting)} waited for {call.age:.0f} s{first.at_step} "
+        f"({_line(first)}): it is already in {guilty.waits_in}"
     )
 
 
@@ -213,7 +230,7 @@ def _other_call(guilty: Witness, made: Mapping[int, Call | None], by_rank: Mappi
     rank, theirs = next(iter(others.items()))
     have = _have([by_rank[each] for each in others])
     return (
-        f"{guilty.name} left a collective out or made one too many at step {guilty.pulse.step}: its number "
+        f"{guilty.name} left a collective out or made one too many{guilty.at_step}: its number "
         f"{theirs.number} is {own.kind if own else 'none'}, where {have} waited for "
         f"{theirs.age:.0f} s in {theirs.kind} ({_line(by_rank[rank])})"
     )

@@ -8,7 +8,7 @@ Any part may be missing or half written: a run that failed, or still goes on, ha
 
 from __future__ import annotations
 
-import json
+import io
 import math
 from array import array
 from bisect import bisect_left
@@ -17,10 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from meshrun.config import RunDirectory
+from meshrun import strict_json
+from meshrun.config import RunDirectory, whole_number
 from meshrun.errors import UserError
+from meshrun.files import open_plain, read_plain
 from meshrun.observe.drawing import drawable
 from meshrun.observe.events import Event
+from meshrun.observe.legs import Leg, legs_of
+from meshrun.observe.numbers import number, whole
 
 TIMED_STEPS = 20_000
 """Steps of a rank, evenly spaced, that its mean times are taken from; the first rank is read whole."""
@@ -144,6 +148,8 @@ class History:
     track: Track
     pictures: dict[str, bytes] = field(default_factory=dict)
     """SVG drawings that what came after the training has left, by name."""
+    legs: list[Leg] = field(default_factory=list)
+    """Its starts."""
 
     @property
     def start(self) -> Event:
@@ -159,9 +165,11 @@ class History:
 
     @property
     def seconds(self) -> float:
+        """Of all starts together, less the time between them."""
         first = min((rank.first_time for rank in self.ranks), default=math.nan)
         last = max((rank.last_time for rank in self.ranks), default=math.nan)
-        return number(self.result.get("seconds"), last - first)
+        known = sum(leg.seconds for leg in self.legs) if self.legs else last - first
+        return known if len(self.legs) > 1 else number(self.result.get("seconds"), known)
 
     @property
     def world(self) -> int:
@@ -178,9 +186,9 @@ class History:
 
 
 def read(run: Path) -> History:
-    files = {
-        int(path.stem[5:]): path for path in RunDirectory(run).events.glob("rank-*.jsonl") if path.stem[5:].isdigit()
-    }
+    paths = RunDirectory(run).events.glob("rank-*.jsonl")
+    numbered = {whole_number(path.stem.removeprefix("rank-")): path for path in paths}
+    files = {number: path for number, path in numbered.items() if number is not None}
     if not files and not (run / "config.json").is_file():
         what = "does not exist" if not run.exists() else "holds neither config.json nor events/rank-00000.jsonl"
         raise UserError(f"{run} is no run directory: it {what}; give one that a run has made, such as runs/digits-1")
@@ -195,7 +203,8 @@ def read(run: Path) -> History:
                 track.add(event)
         ranks.append(rank)
     asked, result = _document(run / "config.json"), _document(run / "result.json")
-    history = History(run.resolve().name, asked, result, ranks, track, _pictures(run / "pictures"))
+    legs = legs_of(RunDirectory(run).events_of(0))
+    history = History(run.resolve().name, asked, result, ranks, track, _pictures(run / "pictures"), legs)
     if not track.steps:
         _from_result(track, history.result)
     return history
@@ -204,7 +213,7 @@ def read(run: Path) -> History:
 def _events(path: Path, every: int) -> Iterator[Event]:
     """The events of a file, of its steps one in `every` and the last; what is no event, after a crash, is left out."""
     seen, passed = 0, b""
-    with path.open("rb") as file:
+    with io.BufferedReader(open_plain(path)) as file:
         for line in file:
             if every > 1 and b'"kind": "step"' in line:
                 seen, passed = seen + 1, line
@@ -217,7 +226,7 @@ def _events(path: Path, every: int) -> Iterator[Event]:
 
 def _event(line: bytes) -> list[Event]:
     try:
-        event = json.loads(line)
+        event = strict_json.loads(line)
     except ValueError:
         return []
     return [event] if isinstance(event, dict) else []
@@ -225,7 +234,7 @@ def _event(line: bytes) -> list[Event]:
 
 def _document(path: Path) -> dict[str, Any]:
     try:
-        document = json.loads(path.read_bytes())
+        document = strict_json.loads(read_plain(path))
     except (OSError, ValueError):
         return {}
     return document if isinstance(document, dict) else {}
@@ -233,7 +242,8 @@ def _document(path: Path) -> dict[str, Any]:
 
 def _pictures(folder: Path) -> dict[str, bytes]:
     """The drawings there, less what would make a page too large to open."""
-    paths = [path for path in sorted(folder.glob("*.svg")) if path.stat().st_size <= MOST_OF_A_PICTURE]
+    paths = [path for path in sorted(folder.glob("*.svg")) if path.is_file()]
+    paths = [path for path in paths if path.stat().st_size <= MOST_OF_A_PICTURE]
     return {path.stem: path.read_bytes() for path in paths[:MOST_PICTURES]}
 
 
@@ -275,15 +285,6 @@ def table(value: Any) -> dict[str, dict[str, float]]:
         for name, scores in value.items()
         if isinstance(scores, dict)
     }
-
-
-def number(value: Any, otherwise: float = math.nan) -> float:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else otherwise
-
-
-def whole(value: Any) -> int:
-    found = number(value)
-    return int(found) if math.isfinite(found) else 0
 
 
 def cut(value: Any, most: int = MOST_TEXT) -> str:

@@ -25,12 +25,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshrun.config import use_reserve
+from meshrun.errors import RunFailed
 from meshrun.observe import flight, stacks
 
 BEAT_EVERY = 0.5
 SNIFF_EVERY = 10.0
 LONG_PHASES = ("starting", "compiling", "evaluating", "saving", "done", "after")
 """Phases that may take their time: how long is not known from the pace of the steps."""
+SCRIPT_PHASES = ("script", "ended")
+"""Of a plain script, which has no steps: it runs, or has come to its end and its process is about to end."""
 
 _HEAD = struct.Struct("<8sqqqQd")
 """Magic, pid, rank, generation, identity of the main thread, when it was opened."""
@@ -113,7 +117,14 @@ class Pulse:
         folder.mkdir(parents=True, exist_ok=True)
         path = path_of(folder, rank)
         beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_bytes(bytes(SIZE))
+        use_reserve(folder)
+        try:
+            beside.write_bytes(bytes(SIZE))
+        except OSError as error:
+            raise RunFailed(
+                f"{folder} cannot take the {SIZE} bytes in which a rank shows where it is: {error.strerror}; make room "
+                f"there (df {folder} shows how much there is), then resume the run"
+            ) from error
         with beside.open("r+b") as file:
             mapped = mmap.mmap(file.fileno(), SIZE)
         thread = threading.main_thread().ident or 0
@@ -231,6 +242,12 @@ class PulseView:
         number = int(_NUMBER.unpack_from(self._file, _AT_ASKED)[0]) + 1
         _NUMBER.pack_into(self._file, _AT_ASKED, number)
         return number
+
+    def touch(self) -> None:
+        """Mark progress for a rank that marks none itself."""
+        number, _, step, phase, what = self._mark()
+        _NUMBER.pack_into(self._file, _AT_NUMBER, number + 1)
+        _MARK.pack_into(self._file, _AT_MARK, time.monotonic(), step, phase, what, number + 1)
 
     def _mark(self) -> tuple[int, float, int, bytes, bytes]:
         """A whole mark: its end is read before its begin, which the writer writes the other way round."""

@@ -7,9 +7,11 @@ Whatever part of a run directory is there is shown, so that a run that failed or
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
+import shlex
 from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -17,12 +19,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from meshrun.config import write_whole
+from meshrun.config import HIDDEN, is_secret, without_secrets, write_whole
 from meshrun.errors import UserError
 from meshrun.observe import drawing
 from meshrun.observe.chosen import decisions
-from meshrun.observe.drawing import Curve, Marks, curve, drawable, short, smooth, window
-from meshrun.observe.history import Failure, History, Rank, Track, cut, number, read, table, whole
+from meshrun.observe.drawing import Curve, Marks, Start, curve, drawable, short, smooth, window
+from meshrun.observe.history import Failure, History, Rank, Track, cut, read, table
+from meshrun.observe.numbers import number, whole
 
 MOST_ROWS = 60
 MOST_FAILURES = 8
@@ -86,7 +89,7 @@ def write_report(run: Path) -> Path:
     page = _page(read(run))
     path = run / "report.html"
     try:
-        write_whole(path, page)
+        write_whole(path, page.encode(errors="backslashreplace").decode())  # of names that are no UTF-8
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror}") from None
     return path
@@ -94,8 +97,8 @@ def write_report(run: Path) -> Path:
 
 def _page(history: History) -> str:
     failures, rest = _failure_parts(history.failures), [_figures(history), _curves(history), _evaluations(history)]
-    rest += [_after(history), _how(history), _rank_table(history.ranks), _notes(history.ranks)]
-    parts = [failures, *rest, _configuration(history.config)]
+    rest += [_after(history), _how(history), _starts(history), _rank_table(history.ranks), _notes(history.ranks)]
+    parts = [failures, *rest, _configuration(history.config), _program(history.config)]
     # A number and its unit stay on one line.
     headline = re.sub(r"(?<=\d) (?=(?:s|min|h|%)(?: |$))", "&nbsp;", escape(_headline(history)))
     return (
@@ -112,6 +115,8 @@ def _headline(history: History) -> str:
     total = whole(history.start.get("total_steps"))
     steps = f"{history.steps:,} of {total:,} steps" if history.steps < total else f"{history.steps:,} steps"
     where = f"on {_count(history.world, 'rank')}" + (f" ({history.fact('layout')})" if history.fact("layout") else "")
+    if len(history.legs) > 1:
+        where = f"in {len(history.legs):,} starts, the last {where}"
     took = f"in {_duration(history.seconds)} {where}" if math.isfinite(history.seconds) else where
     if history.result:
         return f"{history.name} reached {_reached(history)} after {steps} {took}"
@@ -136,11 +141,14 @@ def _origin(history: History) -> str:
     asked = history.config.get("config")
     target = history.start.get("target") or (asked.get("target") if isinstance(asked, dict) else None)
     began = min((rank.first_time for rank in history.ranks), default=math.inf)
-    moment = f"started {datetime.fromtimestamp(began).astimezone():%Y-%m-%d %H:%M %Z}" if math.isfinite(began) else ""
-    source = history.start.get("source")
+    moment = f"started {_moment(began)}" if _moment(began) else ""
+    source = history.start.get("launcher") or history.start.get("source")
     launcher = f"under {source}" if source and source != "none" else ""
     parts = [cut(part) for part in (target, moment, launcher) if part]
-    return f'<p class="origin">{escape(" · ".join(parts))}</p>' if parts else ""
+    words = asked.get("command") if isinstance(asked, dict) else None
+    typed = shlex.join(map(str, words)) if isinstance(words, list) and words else ""
+    command = f'<p class="origin"><code>{escape(cut(typed))}</code></p>' if typed else ""
+    return (f'<p class="origin">{escape(" · ".join(parts))}</p>' if parts else "") + command
 
 
 def _failure_parts(failures: list[Failure]) -> str:
@@ -172,7 +180,8 @@ def _figures(history: History) -> str:
     losses = history.track.series("loss")[1]
     rate = number(history.result.get("samples_per_s"), first.samples / first.seconds if first.seconds else math.nan)
     waited = number(history.result.get("data_wait"), first.waited / first.seconds if first.seconds else math.nan)
-    waits = [number(each, 0.0) for each in history.result.get("data_waits") or []]
+    found = history.result.get("data_waits")
+    waits = [number(each, 0.0) for each in found] if isinstance(found, list) else []
     worst = f" on rank {waits.index(max(waits))}" if len(waits) > 1 and max(waits) else ""
     hosts = {rank.host for rank in history.ranks if rank.host}
     best, about = _best(history)
@@ -198,9 +207,9 @@ def _best(history: History) -> tuple[str, str]:
     """The lowest loss of the first evaluation set, and what it is."""
     name = next(iter(history.scores()), "")
     best = table({"": history.result.get("best")}).get("") or {}
-    if not best:
-        step = _best_step(history.track)
-        best = {"step": step, **table(history.track.evals[step]["scores"])[name]} if step is not None else {}
+    step = _best_step(history.track)
+    if not best and step is not None:
+        best = {"step": step, **table(history.track.evals[step]["scores"]).get(name, {})}
     if "loss" not in best:
         return "", ""
     rest = [f"{each} {_score(each, value, 2)}" for each, value in best.items() if each not in NO_METRICS]
@@ -226,6 +235,7 @@ def _curves(history: History) -> str:
         smooth(losses, width) if width > 1 else (),
         f"mean of {width:,} steps" if width > 1 else "",
         _eval_marks(track),
+        [Start(leg.first_step, f"start {number} on {leg.layout}") for number, leg in enumerate(history.legs, 1)][1:],
         log=True,
         tall=True,
     )
@@ -350,6 +360,37 @@ def _how(history: History) -> str:
     return _section("How a step was computed", f'<div class="wide"><table><tbody>{body}</tbody></table></div>')
 
 
+def _starts(history: History) -> str:
+    """Each start of a run that has had several: it was resumed, or ranks were lost."""
+    if len(history.legs) < 2:
+        return ""
+    shown = _spread(list(range(len(history.legs))), MOST_ROWS)
+    body = "".join(
+        f'<tr><td class="number">{index + 1:,}</td><td>{_moment(leg.began)}</td>'
+        f'<td class="number">{leg.first_step:,} to {leg.last_step:,}</td><td>{escape(cut(leg.layout, 80))}</td>'
+        f'<td class="number">{leg.world:,}</td><td>{escape(cut(leg.launcher, 80))}</td>'
+        f'<td class="number">{_duration(leg.seconds)}</td></tr>'
+        for index, leg in ((index, history.legs[index]) for index in shown)
+    )
+    head = "".join(
+        f'<th class="{kind}" scope="col">{name}</th>'
+        for name, kind in (
+            *(("start", "number"), ("began", ""), ("steps", "number"), ("layout", "")),
+            *(("ranks", "number"), ("launcher", ""), ("time", "number")),
+        )
+    )
+    return _section(
+        "Starts",
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>',
+    )
+
+
+def _moment(time: float) -> str:
+    with contextlib.suppress(OverflowError, OSError, ValueError):  # infinite, or in no year that there is
+        return f"{datetime.fromtimestamp(time).astimezone():%Y-%m-%d %H:%M %Z}"
+    return ""
+
+
 def _rank_table(ranks: list[Rank]) -> str:
     if not ranks:
         return ""
@@ -397,8 +438,17 @@ def _notes(ranks: list[Rank]) -> str:
 def _configuration(document: dict[str, Any]) -> str:
     if not document:
         return ""
-    asked, came = _flat(document.get("config", document)), _flat(document.get("resolved") or {})
+    resolved = document.get("resolved")
+    resolved = {} if not isinstance(resolved, dict) else resolved
+    resolved = {name: value for name, value in resolved.items() if name != "program"}
+    config = document.get("config", document)
+    words = config.get("arguments") if isinstance(config, dict) else None
+    if isinstance(words, list):
+        config = {**config, "arguments": without_secrets(map(str, words))}
+    asked, came = _flat(config), _flat(resolved)
     names = list(dict.fromkeys([*asked, *came]))[:300]
+    for values in (asked, came):
+        values.update({name: HIDDEN for name in values if is_secret(name)})
     body = "".join(
         f"<tr><td>{escape(cut(name, 80))}</td><td>{escape(cut(asked.get(name, ''), 200)) or '—'}</td>"
         f"<td>{escape(cut(came.get(name, ''), 200)) or '—'}</td></tr>"
@@ -408,6 +458,24 @@ def _configuration(document: dict[str, Any]) -> str:
     return (
         '<section><details><summary>Configuration</summary><div class="wide"><table class="config">'
         f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div></details></section>"
+    )
+
+
+def _program(document: dict[str, Any]) -> str:
+    """The text of the program that was run, and where it was."""
+    resolved = document.get("resolved")
+    program = resolved.get("program") if isinstance(resolved, dict) else None
+    if not isinstance(program, dict):
+        return ""
+    git = program.get("git")
+    about = [str(program.get("path", "")), f"sha256 {program.get('sha256')}"]
+    if isinstance(git, dict):
+        about.append(f"commit {git.get('commit')}{' with changes' * bool(git.get('modified'))}")
+        about += ["not in git"] * (git.get("tracked") is False)
+    text = f"<pre>{escape(str(program['text']))}</pre>" if program.get("text") else ""
+    return (
+        f'<section><details><summary>Program</summary><p class="aside">{escape(cut(" · ".join(about)))}</p>'
+        f"{text}</details></section>"
     )
 
 

@@ -9,14 +9,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
+from meshrun.errors import printable
 from meshrun.observe.aside import Aside
 from meshrun.observe.events import Event, Follower
 from meshrun.observe.failures import MARKS
@@ -26,6 +28,9 @@ LINE_EVERY = 10.0
 
 NOISE = ("[c10d] The hostname of the client socket cannot be retrieved",)
 """What libraries print into a log that says nothing to a person: addresses without names are usual on fast networks."""
+
+
+Entry = TypeVar("Entry")
 
 
 class Story:
@@ -63,6 +68,11 @@ class Story:
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def tell(self, event: Event) -> None:
+        """Show an event; one that is damaged, or that another version of meshrun wrote, is passed over."""
+        with contextlib.suppress(LookupError, TypeError, ValueError, AttributeError, ArithmeticError):
+            self._tell(event)
+
+    def _tell(self, event: Event) -> None:
         match event["kind"]:
             case "start":
                 self._begin(event)
@@ -97,15 +107,15 @@ class Story:
         elif not self._saved:
             self._saved = True
             self._line(
-                f"step {event['step']:,}: first checkpoint, {event['bytes'] / 1e6:,.1f} MB in {event['seconds']:.1f} s "
-                f"beside the training, which it held up for {1000 * event['stall']:.0f} ms"
+                f"step {event['step']:,}: first checkpoint saved: {event['bytes'] / 1e6:,.1f} MB in "
+                f"{event['seconds']:.1f} s (training paused for {1000 * event['stall']:.0f} ms)"
             )
 
     def _begin(self, event: Event) -> None:
         self._total = event["total_steps"]
         ranks = event["world"]
         self._line(
-            f"{event['target']}: {self._total:,} steps on {ranks} rank{'s' * (ranks > 1)} "
+            f"{event['target']}: {self._total:,} step{'s' * (self._total != 1)} on {ranks} rank{'s' * (ranks > 1)} "
             f"({event['layout']}, {event['device'].partition(':')[0]})  ->  {event['run']}"
         )
         if self.console.is_terminal:
@@ -133,7 +143,7 @@ class Story:
             self._shown = now
 
     def _line(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
 
 def stopped_in_time(stopped: Mapping[str, Any], run: str) -> str:
@@ -147,7 +157,7 @@ def of_scores(scores: Mapping[str, float]) -> str:
     shown = [f"{name} {value:.4f}" for name, value in scores.items() if name not in ("count", "skipped")]
     missing = scores.get("skipped", 0)
     skipped = f", {missing:,.0f} sample{'s' * (missing != 1)} skipped" if missing else ""
-    return "  ".join([*shown, f"({scores['count']:,.0f} counted{skipped})"])
+    return "  ".join([*shown, f"(mean over {scores['count']:,.0f}{skipped})"])
 
 
 class Follow(Aside):
@@ -164,9 +174,9 @@ class Follow(Aside):
         over = False
         while not over:
             over = self._over.wait(0.25)
-            for line in self._log.new_lines():
+            for line in _readable_now(self._log.new_lines):
                 self._say(line.decode(errors="replace"))
-            for event in self._events.new():
+            for event in _readable_now(self._events.new):
                 self._story.tell(event)
         if rest := self._log.rest:
             self._say(rest.decode(errors="replace"))
@@ -177,3 +187,10 @@ class Follow(Aside):
             self._hides = line == MARKS[0]
         elif not self._hides and not any(noise in line for noise in NOISE):
             self._story.say(line)
+
+
+def _readable_now(read: Callable[[], list[Entry]]) -> list[Entry]:
+    """What a file has more than before; a launcher that may open no further file reads it at the next look."""
+    with contextlib.suppress(OSError):
+        return read()
+    return []

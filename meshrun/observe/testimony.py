@@ -8,13 +8,13 @@ A watcher sees the ranks of its own node. If the one to blame is elsewhere, all 
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from meshrun import strict_json
 from meshrun.config import write_json
 from meshrun.observe.flight import Call, Group
 from meshrun.observe.hang import DataReader, Witness
@@ -35,7 +35,10 @@ def publish(folder: Path, generation: int, witnesses: Sequence[Witness]) -> Path
 
 def all_witnesses(folder: Path, generation: int, own: Sequence[Witness], give_up: float) -> list[Witness]:
     """Own witnesses and those of other nodes, once all ranks are among them or the time has come."""
-    path = publish(folder, generation, own)
+    try:
+        path = publish(folder, generation, own)
+    except OSError:  # a full disk: what this node has seen is what there is
+        return list(own)
     expected = {rank for each in own for group in each.groups for rank in group.ranks}
     while True:
         found = {each.rank: each for each in (*_others(folder, generation, path), *own)}
@@ -49,7 +52,7 @@ def _others(folder: Path, generation: int, own: Path) -> list[Witness]:
     for path in folder.glob(f"witnesses-{generation}-*.json"):
         try:
             if path != own and abs(path.stat().st_mtime - own.stat().st_mtime) < FRESH:
-                found += map(_witness, json.loads(path.read_text())["witnesses"])
+                found += map(_witness, strict_json.loads(path.read_text())["witnesses"])
         except (OSError, ValueError, KeyError, TypeError):
             continue
     return found

@@ -10,7 +10,8 @@
 
 A rank is overdue when its last mark is older than its limit, and the run hangs when every rank that is not done is
 overdue: while one of them still gets on, the others may be waiting for it in good order. Nothing is asked of a rank
-before that, so watching costs the training nothing.
+before that, so watching costs the training nothing. Plain scripts mark no progress: `ScriptWatcher` sees from outside
+whether they are idle.
 """
 
 from __future__ import annotations
@@ -26,11 +27,14 @@ from pathlib import Path
 from meshrun.config import RunConfig
 from meshrun.observe import flight, stacks
 from meshrun.observe.hang import DataReader, Finding, Witness, diagnose
+from meshrun.observe.idle import Activity
 from meshrun.observe.pulse import BEAT_EVERY, LONG_PHASES, PulseView, Reading
 from meshrun.observe.stragglers import LOOK_EVERY, Straggling
 from meshrun.observe.testimony import all_witnesses
 
 LEAST_LIMIT = 10.0
+IDLE_LIMIT = 60.0
+"""Seconds that all ranks of a plain script may be idle before a sentence says so."""
 TIMES_LONGEST = 10.0
 STATE_EVERY = 0.5
 """Seconds between two looks at the pulses."""
@@ -101,7 +105,7 @@ class Watcher:
     def takes_long(self) -> bool:
         """Whether a rank that is not overdue is at its first step, evaluates or saves, or waits for another node."""
         pulses = self._read()
-        return any(self._is_at_length(each) and each.silent <= limit_of(each, pulses, self._config) for each in pulses)
+        return any(self._is_at_length(each) and each.silent <= self._limit(each, pulses) for each in pulses)
 
     def _is_at_length(self, pulse: Reading) -> bool:
         if pulse.phase == "starting" or stacks.state_of(pulse.pid) in ("T", "t", ""):
@@ -132,9 +136,12 @@ class Watcher:
             return False
         if self._stopped_too_long(pulses, now):
             return True
-        limits = {pulse.rank: limit_of(pulse, pulses, self._config) + self._late for pulse in pulses}
+        limits = {pulse.rank: self._limit(pulse, pulses) + self._late for pulse in pulses}
         unfinished = [pulse for pulse in pulses if pulse.phase != "done" or pulse.silent > limits[pulse.rank]]
         return bool(unfinished) and all(pulse.silent > limits[pulse.rank] for pulse in unfinished)
+
+    def _limit(self, pulse: Reading, pulses: list[Reading]) -> float:
+        return limit_of(pulse, pulses, self._config)
 
     def _stopped_too_long(self, pulses: list[Reading], now: float) -> bool:
         """A stopped process never gets on, whatever phase it is in."""
@@ -173,6 +180,40 @@ class Watcher:
         except OSError:
             return None
         return file
+
+
+class ScriptWatcher(Watcher):
+    """For the ranks of a plain script, which mark nothing themselves: this marks for them that they are not idle.
+
+    So a long computation is never a hang, whatever it computes.
+    """
+
+    def started(self, pids: Mapping[int, int], generation: int) -> None:
+        super().started(pids, generation)
+        self._activity = Activity()
+
+    def takes_long(self) -> bool:
+        return False
+
+    def _read(self) -> list[Reading]:
+        # Ranks may end one long after the other: who has ended well keeps nobody from looking at the rest.
+        for rank in [rank for rank, pid in self._pids.items() if stacks.state_of(pid) in ("", "Z")]:
+            del self._pids[rank]
+            self._views.pop(rank, None)
+        for rank, view in self._views.items():
+            if self._activity.seen(self._pids[rank]):
+                view.touch()
+        return super()._read()
+
+    def _result(self, inquiry: _Inquiry) -> Finding | None:
+        finding = super()._result(inquiry)
+        for pid in self._pids.values():
+            self._activity.forget(pid)  # to answer was no progress
+        return finding
+
+    def _limit(self, pulse: Reading, pulses: list[Reading]) -> float:
+        del pulse, pulses  # no step says how long the next one may take
+        return self._config.hang_after or IDLE_LIMIT
 
 
 def limit_of(pulse: Reading, pulses: list[Reading], config: RunConfig) -> float:

@@ -50,6 +50,23 @@ def test_backward_pass_is_a_wait_only_with_a_collective_under_way():
     assert (busy.kind, busy.text) == ("code", "has been in loop.py:4 main")
 
 
+def test_ranks_of_a_script_are_named_without_a_step(tmp_path: Path):
+    frame = user_file(tmp_path, "dist.destroy_process_group()")
+    frames = [Frame(f"{TORCH}/distributed/distributed_c10d.py", 2000, "destroy_process_group"), frame]
+    stuck = waiting(0, pulse=pulse(0, 61, "script", ""), frames=frames, groups=[])
+    ended = waiting(1, pulse=pulse(1, 62, "ended", ""), frames=[], groups=[])
+    assert diagnose([stuck, ended]).sentence == (
+        "rank 1 on node7 has finished, while rank 0 waits for it in model.py:2 forward (dist.destroy_process_group())"
+    )
+    assert diagnose([stuck]).sentence == (
+        "no rank on node7 has got on for 61 s: rank 0 waits for others in model.py:2 forward "
+        "(dist.destroy_process_group())"
+    )
+    assert diagnose([ended]).sentence == (
+        "rank 1 on node7 has come to the end of its script, but its process has not ended for 62 s"
+    )
+
+
 def test_rank_that_computes_its_backward_pass_forever_is_named():
     finding = diagnose([waiting(0), waiting(1, frames=BACKWARD, groups=[])])
     assert finding.rank == 1
@@ -92,6 +109,50 @@ def test_rank_whose_readers_are_gone_is_named_so():
 def test_stopped_rank_comes_before_one_that_is_in_its_own_code(tmp_path: Path):
     busy = waiting(0, groups=[], frames=[user_file(tmp_path, "pass")])
     assert diagnose([busy, waiting(1, state="T", frames=[], groups=[])]).rank == 1
+
+
+@pytest.mark.parametrize("state", ["S", "T"])
+def test_of_two_ranks_in_the_same_kind_of_place_the_one_that_got_on_longest_ago_is_named(tmp_path: Path, state: str):
+    frames = [user_file(tmp_path, "pass")]
+    quick = waiting(0, pulse=pulse(0, silent=3.0), groups=[], frames=frames, state=state)
+    slow = waiting(1, pulse=pulse(1, silent=40.0), groups=[], frames=frames, state=state)
+    assert diagnose([quick, slow]).rank == 1
+    assert diagnose([slow, quick]).rank == 1
+
+
+def of_steps(kinds: str, age: float = 60.0) -> tuple[Call, ...]:
+    """Calls that are over, one a second, as a program repeats them with every step."""
+    names = {"r": "all_reduce", "g": "all_gather", "b": "broadcast"}
+    return tuple(Call(n + 1, names[kind], "[10] Float", age - n, True) for n, kind in enumerate(kinds))
+
+
+def test_of_two_ranks_that_wait_for_each_other_the_one_that_left_its_usual_order_is_named():
+    """Rank 0 waits in its 7th call of group A, as in every step; rank 1 in a call of group B that no step had."""
+    usual = of_steps("rgrgrg")
+    a_stuck = Group("gloo:a", (0, 1), (*usual, Call(7, "all_reduce", "[10] Float", 20.0, False)))
+    b_idle = Group("gloo:b", (0, 1), ())
+    a_idle = Group("gloo:a", (0, 1), usual)
+    b_stuck = Group("gloo:b", (0, 1), (Call(1, "broadcast", "[10] Float", 30.0, False),))
+    finding = diagnose([waiting(0, groups=[a_stuck, b_idle]), waiting(1, groups=[a_idle, b_stuck])])
+    assert finding.rank == 1
+    assert "rank 1 on node7 never came to all_reduce" in finding.sentence
+
+
+def test_among_ranks_that_never_came_the_longest_wait_decides_where_both_are_as_usual():
+    """Ranks 0 and 1 each wait for rank 2 or 3, which show no calls of their own."""
+    early = waiting(0, groups=[Group("gloo:a", (0, 2), (Call(1, "all_reduce", "[10] Float", 50.0, False),))])
+    late = waiting(1, groups=[Group("gloo:b", (1, 3), (Call(1, "all_reduce", "[10] Float", 10.0, False),))])
+    idle = [waiting(rank, groups=[]) for rank in (2, 3)]
+    assert diagnose([late, early, *idle]).rank == 2
+
+
+def test_one_rank_against_two_is_the_one_that_made_another_call():
+    def stuck(rank: int, kind: str) -> Witness:
+        return waiting(rank, groups=[pending(37, kind, ranks=(0, 1, 2))])
+
+    finding = diagnose([stuck(0, "all_reduce"), stuck(1, "broadcast"), stuck(2, "all_reduce")])
+    assert finding.rank == 1
+    assert "left a collective out or made one too many at step 12: its number 37 is broadcast" in finding.sentence
 
 
 def test_rank_that_has_finished_while_others_wait_is_named():

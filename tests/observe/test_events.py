@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import resource
+import signal
 import subprocess
 import sys
 import time
@@ -11,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from meshrun.observe.events import EventFile, Follower, read_events
+from meshrun.observe.events import EventFile, Follower, LineFile, read_events
+from meshrun.observe.legs import legs_of
 
 WRITER = """
 import sys, time
@@ -89,6 +93,21 @@ def test_half_a_line_that_a_crash_left_is_no_event(path: Path):
     assert [event["kind"] for event in read_events(path)] == ["start"]
 
 
+def test_half_a_line_of_an_earlier_process_is_not_glued_to_the_next_event(path: Path):
+    path.write_bytes(b'{"kind": "step", "lo')
+    EventFile(path).write("start")
+    assert [event["kind"] for event in read_events(path)] == ["start"]
+
+
+def test_events_that_a_disk_refuses_are_written_when_it_takes_them_again(path: Path):
+    folder = path.parent
+    events = EventFile(folder / "gone" / "away" / "events.jsonl")
+    events.write("step", step=1)
+    (folder / "gone").mkdir()
+    events.write("step", step=2)
+    assert [event["step"] for event in read_events(folder / "gone" / "away" / "events.jsonl")] == [1, 2]
+
+
 def test_reader_beside_a_writing_process_sees_every_event_once_and_in_order(path: Path):
     writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path)])
     follower, seen, reads = Follower(path), [], 0
@@ -100,3 +119,28 @@ def test_reader_beside_a_writing_process_sees_every_event_once_and_in_order(path
     assert writer.returncode == 0
     assert seen == list(range(300))
     assert reads > 1, "it was read while it was written"
+
+
+def test_a_line_that_a_full_disk_has_cut_is_gone_on_with_and_not_written_twice(path: Path):
+    """The largest size of a file stands for the room on a disk: at it, the kernel writes a part, then refuses."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    lines = LineFile(path)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (25, before[1]))
+        lines.add(b"0123456789")
+        lines.add(b"abcdefghijklmnopqrst")
+        assert path.stat().st_size == 25 and not lines.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, ignored)
+    lines.add(b"later")
+    assert path.read_text() == "0123456789\nabcdefghijklmnopqrst\nlater\n"
+
+
+def test_a_pipe_in_the_place_of_events_is_refused_instead_of_waited_for(tmp_path: Path):
+    path = tmp_path / "rank-00000.jsonl"
+    os.mkfifo(path)
+    with pytest.raises(OSError, match="it is no plain file"):
+        read_events(path)
+    assert legs_of(path) == []

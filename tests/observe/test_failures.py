@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.launch.local import Failure
 from meshrun.observe.events import EventFile
-from meshrun.observe.failures import first_failure, of_reader, tail
+from meshrun.observe.failures import failures_in, first_failure, of_reader, tail
 
 KILLED = "was killed by SIGKILL"
 TERMINATED = "was killed by SIGTERM"
@@ -75,6 +76,25 @@ def test_failure_that_was_half_written_is_none(run: RunDirectory):
     assert first_failure(run, {0: EXITED, 1: KILLED}, "n7").sentence.startswith("rank 1 on n7 was killed by SIGKILL")
 
 
+def test_failure_of_an_earlier_start_is_not_that_of_this_one(run: RunDirectory):
+    failed(run, 0, 5.0)
+    assert first_failure(run, {0: KILLED}, "n7", since=4.0).sentence == "rank 0 raised"
+    assert first_failure(run, {0: KILLED}, "n7", since=6.0).sentence.startswith("rank 0 on n7 was killed")
+
+
+def test_failure_that_only_the_memory_of_the_node_could_take_is_found(run: RunDirectory, tmp_path: Path):
+    said = {"rank": 1, "lines": [], "by_user": False, "secondary": False}
+    EventFile(failures_in(tmp_path, 1)).write("failure", time=5.0, sentence="rank 1 raised", **said)
+    assert first_failure(run, {1: EXITED}, "n7", memory=tmp_path).sentence == "rank 1 raised"
+
+
+@pytest.mark.parametrize("fields", [{}, {"sentence": 5}, {"lines": "x"}, {"rank": "1"}, {"rank": -1}])
+def test_failure_that_lacks_what_is_shown_of_it_is_none(run: RunDirectory, fields: dict[str, Any]):
+    whole = {"rank": 1, "sentence": "rank 1 raised", "lines": []}
+    EventFile(run.events_of(1)).write("failure", time=5.0, **({**whole, **fields} if fields else {}))
+    assert first_failure(run, {1: EXITED}, "n7").sentence.startswith("rank 1 on n7 ended with exit status 1")
+
+
 @pytest.mark.parametrize(("steps", "where"), [(0, "before its first step"), (2, "after step 2")])
 def test_killed_rank_is_told_with_its_step_last_lines_and_log(run: RunDirectory, steps: int, where: str):
     events = EventFile(run.events_of(1))
@@ -107,6 +127,15 @@ def test_log_that_was_never_written_is_not_named(run: RunDirectory):
     found = first_failure(run, {1: KILLED}, "n7")
     assert found.text == "rank 1 on n7 was killed by SIGKILL before its first step"
     assert tail(run.log_of(1)) == []
+
+
+def test_a_run_directory_that_is_gone_is_the_failure_of_a_rank_that_can_say_nothing(run: RunDirectory):
+    shutil.rmtree(run.path)
+    sentence = first_failure(run, {1: EXITED}, "n7").text
+    assert (
+        sentence
+        == f"{run.path} was deleted, moved or unmounted while the run trained, so that nothing of it can be kept"
+    )
 
 
 def test_log_that_is_no_text_can_still_be_shown(run: RunDirectory):

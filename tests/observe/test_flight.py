@@ -86,3 +86,15 @@ def test_rank_that_has_not_come_has_issued_fewer_collectives(tmp_path: Path):
     assert default.issued - default.calls[0].number == (0 if here.rank == 1 else 1)
     assert [call.shape for call in default.pending] == ([] if here.rank == 1 else ["[4] Float"])
     assert all(0.2 < call.age < 60 for call in default.pending)
+
+
+def test_a_call_is_over_when_it_is_retired_or_completed():
+    entries = [entry(1, retired=False, state="completed"), entry(2, retired=False, state="started"), entry(3)]
+    (group,) = groups_of(entries, {}, now=5_000_000_000)
+    assert [call.number for call in group.pending] == [2]
+
+
+def test_an_answer_is_that_to_the_question_that_was_asked_last(tmp_path: Path):
+    flight.write_own(tmp_path, 3, 7)
+    assert flight.read(tmp_path, 3, 7) == []
+    assert flight.read(tmp_path, 3, 8) is None and flight.read(tmp_path, 4, 7) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import subprocess
@@ -17,6 +18,8 @@ from meshrun.errors import UserError
 from meshrun.observe.drawing import Curve, curve, linear, logarithmic, smooth, thin
 from meshrun.observe.events import EventFile
 from meshrun.observe.history import read
+from meshrun.observe.legs import Leg, legs_of
+from meshrun.observe.numbers import number, whole
 from meshrun.observe.report import write_report
 
 VOID = {"meta"}
@@ -228,11 +231,13 @@ def test_the_same_failure_on_all_ranks_is_said_once(tmp_path: Path) -> None:
 
 
 def test_rank_that_was_killed_comes_before_those_that_lost_it(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
+    run = make_run(tmp_path, world=3)
     write_steps(run, 1, range(1, 6))
+    write_event(run, 2, "end")
     fields = {"host": "node-0", "step": 5, "lines": [], "by_user": False, "secondary": True}
     write_event(run, 0, "failure", rank=0, sentence="rank 0 lost another rank", **fields)
     page = page_of(run)
+    assert "rank 2 ended without a word" not in page.seen
     assert page.headline.startswith("digits-1 failed on rank 1 ")
     assert page.seen.index("rank 1 ended without a word") < page.seen.index("rank 0 lost another rank")
 
@@ -275,10 +280,15 @@ def test_events_without_fields_do_not_break_the_page(tmp_path: Path, kind: str) 
 def test_steps_that_are_made_again_replace_the_first_ones(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     write_steps(run, 0, range(1, 21), loss=1.0)
+    for step in (10, 20):
+        write_event(run, 0, "eval", step=step, scores=scores(0.5, 0.9))
     write_steps(run, 0, range(11, 16), loss=2.0)
-    steps, losses = read(run.path).track.series("loss")
+    write_steps(run, 0, range(15, 16), loss=3.0)
+    track = read(run.path).track
+    steps, losses = track.series("loss")
     assert steps == list(range(1, 16))
-    assert losses == [1.0] * 10 + [2.0] * 5
+    assert losses == [1.0] * 10 + [2.0] * 4 + [3.0]
+    assert list(track.evals) == [10], "nor does an evaluation stay of a step that was undone"
 
 
 def test_configuration_shows_what_was_asked_for_beside_what_it_came_to(tmp_path: Path) -> None:
@@ -300,7 +310,7 @@ def test_what_was_decided_about_a_step_is_shown_with_its_reason(tmp_path: Path) 
     run.save_config(run.config(), {"precision": "bf16", "chosen": CHOSEN})
     page = page_of(run)
     start = page.texts.index(("h2", "How a step was computed"))
-    words = [("Precision", "bf16"), ("Compiled", "no", "the device is <cpu>"), ("Computed twice", "every-2")]
+    words = [("Precision", "bf16"), ("Compiled", "no", "the device is <cpu>"), ("Activations recomputed", "every-2")]
     words += [("CUDA graphs", "yes"), ("New way", "3")]
     assert [text for _, text in page.texts[start + 1 :]][:11] == [each for row in words for each in row]
 
@@ -411,3 +421,120 @@ def test_ticks_are_round_and_enclose_the_values() -> None:
         assert scale(low) >= -1e-6
         assert scale(high) <= 1 + 1e-6
         assert 2 <= len(scale.ticks) <= 12
+
+
+ODD = {
+    "a step of 400 digits": [{"time": 1, "kind": "step", "step": 10**400, "loss": 1}],
+    "a step beyond all": [{"time": 1, "kind": "step", "step": 1e300, "loss": 1}],
+    "a time beyond all": [{"time": 1e300, "kind": "start"}],
+    "a time in no year": [{"time": 1e12, "kind": "start"}],
+    "a time before all": [{"time": -1e18, "kind": "start"}],
+    "a time that is a text": [{"time": "x", "kind": "start"}],
+    "steps before the first": [{"time": 1, "kind": "step", "step": -5, "loss": 1, "seconds": -1, "samples": 1}],
+    "a score that is a text": [{"time": 1, "kind": "eval", "step": 1, "scores": {"a": {"loss": "x"}}}],
+    "a score of 400 digits": [{"time": 1, "kind": "eval", "step": 1, "scores": {"a": {"loss": 10**400}}}],
+    "a kind that is a list": [{"time": 1, "kind": ["a"]}],
+    "more steps than there can be": [{"time": 1, "kind": "start", "total_steps": 1e308}],
+    "choices that are a list": [{"time": 1, "kind": "start", "chosen": [1]}],
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_numbers_that_no_run_can_have_do_not_break_the_page(tmp_path: Path, case: str) -> None:
+    run = make_run(tmp_path)
+    run.events_of(0).write_text("".join(json.dumps(each) + "\n" for each in ODD[case]))
+    page_of(run)
+
+
+@pytest.mark.parametrize("result", ['{"data_waits": "abc"}', '{"losses": 5, "steps": "x"}', "[" * 200_000, "[1]", ""])
+def test_a_result_that_is_none_does_not_break_the_page(tmp_path: Path, result: str) -> None:
+    run = make_run(tmp_path)
+    (run.path / "result.json").write_text(result)
+    page_of(run)
+
+
+def test_a_picture_that_is_gone_does_not_break_the_page(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    (run.path / "pictures").mkdir()
+    (run.path / "pictures" / "gone.svg").symlink_to("/nowhere")
+    (run.path / "pictures" / "folder.svg").mkdir()
+    page_of(run)
+
+
+def test_a_picture_that_would_make_the_page_too_large_is_left_out(tmp_path: Path) -> None:
+    run = finished_run(tmp_path)
+    (run.path / "pictures").mkdir()
+    for name, size in (("small", 100), ("large", (1 << 20) + 1)):
+        (run.path / "pictures" / f"{name}.svg").write_bytes(b" " * size)
+    assert list(read(run.path).pictures) == ["small"]
+
+
+def test_numbers_of_a_document_are_numbers_and_nothing_else() -> None:
+    assert (number(2), number(0.5), whole(7.0)) == (2.0, 0.5, 7)
+    assert all(math.isnan(number(value)) for value in (True, "2", None, 10**400))
+    assert [whole(value) for value in (math.inf, math.nan, True, 1e17)] == [0, 0, 0, 0]
+
+
+def resumed_run(tmp_path: Path) -> RunDirectory:
+    """Started on two ranks under meshrun, cut off after step 12, resumed from step 10 on one, and finished."""
+    run = RunDirectory.create(
+        RunConfig("digits", name="digits", runs=tmp_path, command=("meshrun", "run", "digits", "--lr", "a b"))
+    )
+    write = functools.partial(write_at, run)
+    start = {"rank": 0, "host": "n7", "device": "cpu", "target": "digits", "total_steps": 20, "source": "torchrun"}
+    write(1000.0, "start", **start, world=2, layout="dp=2", launcher="meshrun", began=998.0)
+    for step in range(1, 13):
+        write(1000.0 + step, "step", step=step, loss=2.0 / step, samples=8, seconds=1.0)
+    write(5000.0, "start", **start, world=1, layout="dp=1", launcher="slurm", began=4999.0)
+    write(5000.5, "resumed", step=10, source="checkpoints/step-00000010", seconds=0.1)
+    for step in range(11, 21):
+        write(4990.0 + step, "step", step=step, loss=2.0 / step, samples=8, seconds=1.0)
+    write(5012.0, "end")
+    return run
+
+
+def write_at(run: RunDirectory, time: float, kind: str, **fields: Any) -> None:
+    with run.events_of(0).open("a") as file:
+        file.write(json.dumps({"time": time, "kind": kind, **fields}) + "\n")
+
+
+def test_the_starts_of_a_run_are_found_in_its_events(tmp_path: Path) -> None:
+    assert legs_of(resumed_run(tmp_path).events_of(0)) == [
+        Leg(998.0, 14.0, "meshrun", "dp=2", 2, 0, 12),
+        Leg(4999.0, 13.0, "slurm", "dp=1", 1, 10, 20),
+    ]
+
+
+def test_a_start_that_came_to_no_step_stands_where_it_was_resumed(tmp_path: Path) -> None:
+    run = resumed_run(tmp_path)
+    write_at(run, 6000.0, "start", world=1, layout="dp=1", launcher="slurm")
+    write_at(run, 6001.0, "resumed", step=20, source="checkpoints/step-00000020", seconds=0.1)
+    assert legs_of(run.events_of(0))[-1] == Leg(6000.0, 1.0, "slurm", "dp=1", 1, 20, 20)
+
+
+def test_the_report_of_a_resumed_run_has_the_time_of_all_its_starts_and_marks_them(tmp_path: Path) -> None:
+    run = resumed_run(tmp_path)
+    (run.path / "result.json").write_text(json.dumps({"steps": 20, "seconds": 13.0, "layout": "dp=1", "world": 1}))
+    page = page_of(run)
+    assert (
+        page.headline
+        == "digits-1 reached training loss 0.1 after 20 steps in 27 s in 2 starts, the last on 1 rank (dp=1)"
+    )
+    assert "Starts" in page.all("h2")
+    for text in ("0 to 12", "10 to 20", "dp=2", "meshrun", "slurm", "14 s", "13 s"):
+        assert text in page.all("td"), text
+    assert page.all("title")[1:] == ["start 2 on dp=1, after step 10"] and "started anew" in page.seen
+
+
+def test_the_report_names_the_true_launcher_and_the_command(tmp_path: Path) -> None:
+    page = page_of(resumed_run(tmp_path))
+    assert "under slurm" in page.seen and "meshrun" in page.all("td") and "torchrun" not in page.seen
+    assert page.all("code") == ["meshrun run digits --lr 'a b'"]
+
+
+@pytest.mark.parametrize("lost", [b"", b"{", b'{"time": 5000.0, "kind": "st', b"\xff\n\n", b'{"kind": "start"}\n'])
+def test_starts_are_found_beside_lines_that_are_no_events(tmp_path: Path, lost: bytes) -> None:
+    events = resumed_run(tmp_path).events_of(0)
+    events.write_bytes(lost + b"\n" + events.read_bytes() + lost)
+    assert [(leg.last_step, leg.seconds) for leg in legs_of(events)] == [(12, 14.0), (20, 13.0)]
+    assert legs_of(tmp_path / "none") == []

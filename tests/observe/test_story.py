@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import resource
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from rich.console import Console
 from meshrun.observe import story as module
 from meshrun.observe.events import EventFile
 from meshrun.observe.failures import write_traceback
-from meshrun.observe.story import Follow, Story
+from meshrun.observe.story import Follow, Story, stopped_in_time
 
 START = {
     "kind": "start",
@@ -69,6 +71,11 @@ def test_log_begins_with_what_runs_where(in_a_log: Shown):
     assert in_a_log.lines == ["digits: 1,030 steps on 2 ranks (dp=2, cuda)  ->  runs/digits-3"]
 
 
+def test_one_step_is_not_called_steps(in_a_log: Shown):
+    in_a_log.tell({**START, "total_steps": 1})
+    assert in_a_log.lines == ["digits: 1 step on 2 ranks (dp=2, cuda)  ->  runs/digits-3"]
+
+
 def test_one_rank_is_not_called_ranks(in_a_log: Shown):
     in_a_log.tell({**START, "world": 1, "layout": "dp=1"})
     assert "on 1 rank (dp=1" in in_a_log.lines[0]
@@ -93,7 +100,7 @@ def test_evaluations_and_notes_are_lines_on_both(in_a_log: Shown, on_a_terminal:
         story.tell({"kind": "eval", "step": 1030, "scores": scores})
         story.tell({"kind": "note", "text": "batch 64 -> [128]"})
         shown = story.screen.getvalue()
-        assert "step 1,030  val  loss 0.2500  accuracy 0.9765  (2,000 counted)" in shown
+        assert "step 1,030  val  loss 0.2500  accuracy 0.9765  (mean over 2,000)" in shown
         assert "batch 64 -> [128]" in shown, "brackets are no markup"
 
 
@@ -115,7 +122,7 @@ def test_of_checkpoints_the_first_is_told_and_each_that_fails(in_a_log: Shown):
         in_a_log.tell({**saved, "step": number})
     in_a_log.tell({**saved, "step": 300, "error": "No space left on device"})
     assert in_a_log.lines == [
-        "step 100: first checkpoint, 12.3 MB in 1.2 s beside the training, which it held up for 31 ms",
+        "step 100: first checkpoint saved: 12.3 MB in 1.2 s (training paused for 31 ms)",
         "step 300: the checkpoint could not be kept: No space left on device",
     ]
 
@@ -188,6 +195,20 @@ def test_story_is_told_from_files_that_others_write_up_to_the_last_line(tmp_path
     assert in_a_log.lines[0].startswith("digits: 1,030 steps")
 
 
+def test_story_goes_on_after_a_time_without_file_descriptors(tmp_path: Path, in_a_log: Shown):
+    events, log = tmp_path / "events.jsonl", tmp_path / "rank.log"
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with log.open("w") as file, Follow(in_a_log, events, log):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            print("words", file=file, flush=True)
+            time.sleep(0.6)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert in_a_log.output.getvalue() == ""
+    assert in_a_log.output.getvalue() == "words\n"
+
+
 def test_a_traceback_stays_in_the_log_and_so_does_the_noise_of_libraries(tmp_path: Path, in_a_log: Shown):
     events, log = tmp_path / "events.jsonl", tmp_path / "rank.log"
     log.write_text("")
@@ -210,3 +231,9 @@ def test_a_run_that_went_on_has_shown_its_first_checkpoint_before(in_a_log: Show
     assert in_a_log.lines == ["goes on after step 36 from a checkpoint, loaded in 0.1 s"]
     in_a_log.tell({**saved, "error": "No space left on device"})
     assert len(in_a_log.lines) == 2
+
+
+def test_of_a_run_that_kept_nothing_it_is_not_said_that_resume_goes_on():
+    stopped = {"step": 12, "of": 1000, "why": "the job ends", "saved": True}
+    assert stopped_in_time(stopped, "runs/a-1").endswith("since the job ends; meshrun resume runs/a-1 goes on")
+    assert "resume" not in stopped_in_time({**stopped, "saved": False}, "runs/a-1")

@@ -9,11 +9,13 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshrun.config import RunConfig
 from meshrun.observe.pulse import Pulse
+from meshrun.observe.testimony import all_witnesses
 from meshrun.observe.watch import Watcher, limit_of
 from tests.launch.command import meshrun
 from tests.observe.test_diagnose import pulse
@@ -124,3 +126,20 @@ def test_user_reads_of_a_hang_in_one_sentence(tmp_path: Path):
         ended.sentences[-1],
     ), ended.err
     assert (tmp_path / ended.sentences[-1].rpartition(" ")[2]).is_file()
+
+
+def test_ranks_hang_when_all_that_are_not_done_are_silent_for_longer_than_they_may(tmp_path: Path):
+    watch = Watcher(tmp_path, tmp_path, IN_THREE, "node7")
+    watch.started({0: os.getpid(), 1: os.getpid()}, 0)
+    quick, slow = replace(pulse(0), pid=os.getpid(), silent=1.0), replace(pulse(1), pid=os.getpid(), silent=5.0)
+    silent, done = replace(quick, silent=4.0), replace(quick, phase="done", silent=4.0)
+    now = time.monotonic()
+    assert not watch._hangs([quick, slow], now), "one gets on, and the other may wait for it"
+    assert watch._hangs([silent, slow], now)
+    assert watch._hangs([done, slow], now), "one that has finished is waited for by nobody who gets on"
+    assert not watch._hangs([slow], now), "not all ranks are there yet"
+
+
+def test_on_a_full_disk_a_node_judges_by_what_it_has_seen_itself(tmp_path: Path):
+    own: list[Any] = [object()]
+    assert all_witnesses(tmp_path / "gone" / "folder", 0, own, give_up=0.0) == own
