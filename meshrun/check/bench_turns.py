@@ -20,6 +20,7 @@ import torch
 
 from meshrun.check.bench_process import OutOfMemory, SideFailed
 from meshrun.check.bench_side import COMPARED, Built, Entry, SideProcess, Taken, memory_of
+from meshrun.check.nan_safe import largest
 
 FULL = 0.93
 """Of a GPU's memory that sides may take together; the rest is for what is no tensor."""
@@ -42,7 +43,7 @@ def ratios(one: Taken, other: Taken) -> tuple[float, float, float] | None:
 def apart(one: Built, other: Built) -> float:
     """The largest relative difference of the first losses of two sides."""
     pairs = list(zip(one.losses[:COMPARED], other.losses[:COMPARED], strict=False))
-    return max((abs(a - b) / max(abs(a), 1e-12) for a, b in pairs), default=0.0)
+    return largest(abs(a - b) / max(abs(a), 1e-12) for a, b in pairs)
 
 
 def to_be_let_go(wanted: int, held: dict[str, int], cost: dict[str, float], total: int) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 
+from meshrun.check.nan_safe import exceeds
 from meshrun.check.probe import Found
 from meshrun.check.verify import Allowed, Measured, Verdict
 
@@ -22,15 +23,31 @@ def likely_cause(reference: Found, other: Found, measured: Measured, allowed: Al
     first_loss_agrees = measured.losses[0] <= allowed.losses[0]
     return (
         _other_samples(reference, other)
+        or measured.not_number
         or _changing_data(reference, other)
         or _other_data(reference, other)
         or _own_draws(reference)
+        or _collate_draws(reference)
         or _batchnorm(reference, other)
         or (None if first_loss_agrees else _no_sum(reference))
         or (_scaled(reference, other, allowed) if first_loss_agrees else None)
         or _clipped_by_part(reference, other, verdict)
         or _torn(other)
         or _where(measured, allowed, verdict)
+    )
+
+
+def why_unjudged(reference: Found, noise: Measured | None, allowed: Allowed) -> str | None:
+    """Why a layout that stays within what is allowed has not been shown to train the same; None if it has been."""
+    if noise is None or not (allowed.depends_on_micro or allowed.blown):
+        return None
+    found = _changing_data(reference, reference) or _own_draws(reference) or _collate_draws(reference)
+    if found is not None or not allowed.blown:
+        return found
+    return (
+        f"in one process another order of sums alone moves the weights by {noise.weight:.1e}, so that equal results "
+        f"would prove nothing: the model makes much of rounding (often ReLU or max-pooling at equal values); compare "
+        f"fewer steps (--steps), or allow more (--tolerance)"
     )
 
 
@@ -50,8 +67,9 @@ def _changing_data(reference: Found, other: Found) -> str | None:
     if not unstable:
         return None
     return (
-        f"the dataset is not deterministic: sample {unstable[0]} was not the same when it was read again; "
-        f"its random numbers must come from a generator that is seeded with the sample's number"
+        f"the dataset is not deterministic: sample {unstable[0]} was not the same when it was read again, with the "
+        f"generators of Python, NumPy and torch seeded alike; take its random numbers from these, and not from a "
+        f"generator of its own"
     )
 
 
@@ -60,7 +78,7 @@ def _other_data(reference: Found, other: Found) -> str | None:
     wrong = [number for number in shared if reference.samples[number] != other.samples[number]]
     if not wrong:
         return None
-    first = min(wrong, key=int)
+    first = min(int(number.split()[0]) for number in wrong)  # the seed of what it has drawn may follow the number
     return (
         f"the dataset gives other data on these ranks: sample {first} is not what one process reads "
         f"({len(wrong)} of {len(shared)} samples differ); what it returns must depend on the index, not on the rank "
@@ -72,10 +90,19 @@ def _own_draws(reference: Found) -> str | None:
     draws = reference.tried.draws
     if not draws:
         return None
-    more = f" and {len(draws) - 1} more" if len(draws) > 1 else ""
+    more = f", and {len(draws) - 1} more," if len(draws) > 1 else ""
     return (
-        f"the model draws its own random numbers, which no two meshes draw alike: {draws[0]}{more}; "
-        f"nn.Dropout modules draw by sample instead"
+        f"random numbers {draws[0]}{more} differ from mesh to mesh; dropout, and what Experiment(augment=…) draws, "
+        f"are drawn by sample and do not"
+    )
+
+
+def _collate_draws(reference: Found) -> str | None:
+    if not reference.tried.collate_draws:
+        return None
+    return (
+        "the collate function draws random numbers, for the samples of a micro-batch together, which are others on "
+        "another mesh; draw them in the dataset, where they are drawn by sample, or in Experiment(augment=…)"
     )
 
 
@@ -146,20 +173,23 @@ def _torn(other: Found) -> str | None:
 def _where(measured: Measured, allowed: Allowed, verdict: Verdict) -> str:
     step, parameter = verdict.first_step, verdict.first_parameter
     if step is None:
-        if measured.weight > allowed.weight:
+        if exceeds(measured.weight, allowed.weight):
             return f"all steps agree, but the final values of {parameter} do not"
         return (
             "the training agrees, but the evaluation does not: the model or a metric depends on how samples are batched"
         )
     named = f", parameter {parameter}" if parameter else ""
-    if measured.losses[step - 1] > allowed.losses[step - 1]:
+    if exceeds(measured.losses[step - 1], allowed.losses[step - 1]):
         if step > 1:
             return (
                 f"the losses part at step {step} (first gradient to differ: {parameter or 'none'}), after equal "
                 f"gradients at step {step - 1}: the optimizer's update may depend on more than each element"
             )
         return f"the forward pass computes something else from step 1 on{named}"
-    return f"the losses of step {step} agree but gradients do not{named}: something changes them in the backward pass"
+    return (
+        f"the losses of step {step} agree but gradients do not{named}: something changes them in the backward pass, "
+        f"often ReLU or max-pooling at equal values (compare with GELU and average pooling)"
+    )
 
 
 def _some(names: list[str]) -> str:

@@ -181,11 +181,10 @@ class Chaos:
         control.pace(self.place.pace)
         target = scene.folder / "armed_target.py"
         target.write_text(self.armed)
+        if self._can_mount and any(KINDS[fault.kind].needs_disk for fault in one.waiting):
+            scene.disk.mount()
         scene.begin(target)
         try:
-            scene.until(scene.run.events.is_dir)
-            if self._can_mount and any(KINDS[fault.kind].needs_disk for fault in one.waiting):
-                scene.disk.mount()
             while one.waiting:
                 self._next(scene, one)
             control.pace(0.0)

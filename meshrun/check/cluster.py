@@ -153,6 +153,8 @@ class Cluster(Room):
         self.run(CONTROL, ["scancel", "--quiet", "--user=root", "--signal=KILL", "--full"])
         self.run(CONTROL, ["scancel", "--quiet", "--user=root"])
         until(lambda: not self.run(CONTROL, ["squeue", "-h"]).stdout.strip(), IDLE_S, "jobs did not end")
+        for node in self.plan.workers:
+            self.run(node, ["find", "/dev/shm", "-mindepth", "1", "-delete"], check=True)
         # A node that Slurm has given up on says by itself that it is back, but not at once.
         down = [node for node, state in self.state().items() if state.slurm not in ("idle", "completing")]
         for node in down:

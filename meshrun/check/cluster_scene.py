@@ -50,7 +50,7 @@ class ClusterScene(Scene):
         self._lives, self._last, self._world = 0, 0, 0
 
     def begin(self, target: Path | str) -> None:
-        where = ("--name", NAME, "--runs", self.folder, "--config", self._options)
+        where = ("--name", NAME, "--runs", self.disk.folder, "--config", self._options)
         size = ("--nodes", NODES, "--gpus-per-node", PROCS, "--time", "2h", "--until-done")
         words = [sys.executable, "-m", "meshrun", "submit", target, *where, *size, "--json"]
         self.cluster.run(CONTROL, words, cwd=self.folder, timeout=self.patience, check=True)

@@ -1,6 +1,6 @@
-"""A disk that gets full, or read-only, and well again: a small file system of its own under a run's checkpoints.
+"""A disk that gets full, or read-only, and well again: a small file system of its own under a run directory.
 
-disk = Disk(run.checkpoints)
+disk = Disk(runs)
 disk.mount()                         # False where this process may not
 disk.fill(); disk.protect(); disk.heal()
 disk.close()
@@ -25,7 +25,7 @@ class Disk:
     """A file system in memory, mounted on a folder; not there until `mount`."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.mounted = folder, False
+        self.folder, self.mounted, self._protected = folder, False, False
 
     def mount(self) -> bool:
         """Put it under the folder, which must be empty or not exist."""
@@ -38,11 +38,20 @@ class Disk:
         self._remount(lambda: f"size={max(self._used(), 4096)}")
 
     def protect(self) -> None:
-        """Make it read-only."""
-        self._remount(lambda: "ro")
+        """Make it read-only for everything that is opened from now on.
+
+        The kernel refuses to make a file system read-only in which files are open for writing, as a run's logs are: so
+        a read-only view of the folder is mounted over it.
+        """
+        self._protected = _mount("--bind", str(self.folder), str(self.folder))
+        if not self._protected or not _mount("-o", "remount,bind,ro", str(self.folder)):
+            raise OSError(f"{self.folder} cannot be mounted read-only")
 
     def heal(self) -> None:
-        self._remount(lambda: "rw,size=50%")
+        if self._protected:
+            subprocess.run(["umount", "-l", str(self.folder)], check=True)
+            self._protected = False
+        self._remount(lambda: "size=50%")
 
     def close(self) -> None:
         """Take it away; what it held is then in the plain folder."""
@@ -62,7 +71,7 @@ class Disk:
         return (about.f_blocks - about.f_bfree) * about.f_frsize
 
     def _remount(self, options: Callable[[], str]) -> None:
-        """Refused while files are open for writing, or have just grown: so it is tried for a while."""
+        """Refused while files have just grown: so it is tried for a while."""
         give_up = time.monotonic() + REFUSED_FOR
         while not _mount("-o", f"remount,{options()}", str(self.folder)):
             if time.monotonic() > give_up:

@@ -1,9 +1,9 @@
 """What a model draws at random and meshrun cannot make the same on every mesh.
 
     for draw in find_draws(model, lambda: model(inputs)):
-        print(draw)         # blocks.0: aten.bernoulli_ at my_model.py:31
+        print(draw)         # drawn at my_model.py:31 (aten.bernoulli_ in blocks.0)
 
-Dropout modules draw by sample once they are keyed (`parallel.dropout`); a call of `F.dropout` or `torch.rand` in a
+Dropout draws by sample once it is keyed (`parallel.dropout`, `parallel.functional`); a call of `torch.rand` in a
 forward pass draws from the generator of its rank, so its numbers change with the mesh.
 """
 
@@ -42,7 +42,8 @@ class Draw:
     """file:line of the user's code; None if the draw was not made there, or not seen being made."""
 
     def __str__(self) -> str:
-        return f"{self.module or 'the model'}: {self.op}" + (f" at {self.where}" if self.where else "")
+        place = f"{self.op} in {self.module or 'the model'}"
+        return f"drawn at {self.where} ({place})" if self.where else f"drawn by {place}"
 
 
 def find_draws(model: nn.Module, call: Callable[[], Any]) -> list[Draw]:

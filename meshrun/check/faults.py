@@ -28,6 +28,8 @@ __all__ = ["DAMAGES", "KINDS", "Fault", "Struck", "kind", "plan"]
 
 MOMENT = 20.0
 """Seconds in which a moment that an armed rank waits for must come."""
+DISK_STEPS = 12
+"""Steps that come to a checkpoint at least, as chaos saves by itself."""
 END = 3600.0
 """The same for one at the end of a run."""
 
@@ -266,31 +268,59 @@ for _name, _damage in DAMAGES.items():
 
 
 def _disk(which: str) -> Callable[[Scene, Fault], Iterator[Struck]]:
+    """The run directory's disk fails; where this process may not mount one, ranks refuse to write checkpoints."""
+
     def strike(scene: Scene, fault: Fault) -> Iterator[Struck]:
-        before = len(_saves(scene))
+        if not scene.disk.mounted:
+            yield from _armed_disk(which)(scene, fault)
+            return
+        # As long as it takes to come to a checkpoint and an evaluation, whose weights are to be written.
+        first = _last_step(scene)
+        last = first + scene.eval_every + DISK_STEPS
+        if last > scene.total_steps() - DISK_STEPS:
+            raise Missed("too few steps are left for a disk that fails for a while")
+        scene.control.pace(0.0)
         when = time.monotonic()
-        with contextlib.ExitStack() as broken:
-            if scene.disk.mounted and which != "error":
-                how = "real"
-                broken.callback(scene.disk.heal)
-                (scene.disk.fill if which == "full" else scene.disk.protect)()
-            else:
-                how = "armed"
-                for rank in range(scene.ranks):
-                    broken.enter_context(_ordered(scene, rank, Order(fault.number, "disk", DISK_ERRORS[which])))
-            scene.until(lambda: any(each["error"] for each in _saves(scene)[before:]))
-            yield Struck(when, new_life=False, how=how)
-        healed = len(_saves(scene))
-        with contextlib.suppress(Missed):  # the run may be at its end
-            scene.until(lambda: any(not each["error"] for each in _saves(scene)[healed:]))
+        try:
+            (scene.disk.fill if which == "full" else scene.disk.protect)()
+            scene.until(lambda: _last_step(scene) >= last)
+            yield Struck(when, new_life=False)
+        finally:
+            scene.disk.heal()
+        _await_save(scene)
 
     return strike
 
 
-for _name, _does in {"full": "full", "read-only": "read-only", "error": "broken: it answers with errors"}.items():
-    kind(f"disk-{_name}", f"the disk under checkpoints is {_does} for a while", 1, needs_disk=_name != "error")(
-        _disk(_name)
-    )
+def _armed_disk(which: str) -> Callable[[Scene, Fault], Iterator[Struck]]:
+    def strike(scene: Scene, fault: Fault) -> Iterator[Struck]:
+        before = len(_saves(scene))
+        when = time.monotonic()
+        with contextlib.ExitStack() as broken:
+            for rank in range(scene.ranks):
+                broken.enter_context(_ordered(scene, rank, Order(fault.number, "disk", DISK_ERRORS[which])))
+            scene.until(lambda: any(each["error"] for each in _saves(scene)[before:]))
+            yield Struck(when, new_life=False, how="armed")
+        _await_save(scene)
+
+    return strike
+
+
+def _await_save(scene: Scene) -> None:
+    """Wait for a checkpoint of a disk that is well again; the run may be at its end."""
+    healed = len(_saves(scene))
+    with contextlib.suppress(Missed):
+        scene.until(lambda: any(not each["error"] for each in _saves(scene)[healed:]))
+
+
+def _last_step(scene: Scene) -> int:
+    life = scene.life()
+    return life.last if life is not None else 0
+
+
+for _name in ("full", "read-only"):
+    kind(f"disk-{_name}", f"the disk under the run directory is {_name} for a while", 1, needs_disk=True)(_disk(_name))
+kind("disk-error", "the disk under checkpoints answers with errors for a while", 1)(_armed_disk("error"))
 
 
 def _clock(seconds: int) -> Callable[[Scene, Fault], Iterator[Struck]]:

@@ -77,7 +77,7 @@ class Kind:
     at_the_end: bool = False
     """Whether its moment is the end of a run."""
     needs_disk: bool = False
-    """Whether it breaks a disk of its own under the checkpoints."""
+    """Whether it breaks a disk of its own under the run directory."""
     needs: Need | None = None
     """What a run must have for it."""
     last: bool = False

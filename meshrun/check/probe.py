@@ -3,17 +3,18 @@
     found = probe(experiment, here, Probing(folder=run.path))     # on every rank
     Found.read(run.path)                                          # elsewhere, later
 
-Rank 0 writes `found.json`, beside it `weights.safetensors`. In one process it also writes `largest.safetensors`, each
-element's largest gradient, and tries what the usual mistakes are found by (`Tried`).
+Rank 0 writes `found.json`, beside it `weights.safetensors`; all ranks save a checkpoint on the way, if asked to. In one
+process it also writes `largest.safetensors`, each element's largest gradient, and tries what the usual mistakes are
+found by (`Tried`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import itertools
-import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,18 +28,25 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset, default_collate
 
+from meshrun import strict_json
 from meshrun.check.draws import find_draws
+from meshrun.check.nan_safe import exceeds
 from meshrun.config import write_json
 from meshrun.data.feed import to_device
 from meshrun.data.order import Order
 from meshrun.data.permutation import Ids
+from meshrun.data.samples import Samples, Wanted
+from meshrun.data.seeding import put_back, seed_with, snapshot, word_for
 from meshrun.experiment import Experiment, MapDataset
 from meshrun.mesh import Here
+from meshrun.parallel.compiled import steps_of
 from meshrun.parallel.dp import Replicated
 from meshrun.parallel.how import How
 from meshrun.parallel.placed import Placed, call, computing
 from meshrun.state.weights import save_weights
+from meshrun.train.interval import Every
 from meshrun.train.loop import Record, Trainer
+from meshrun.train.recovery import Keeping
 from meshrun.train.step import as_pair
 
 EVALUATED = 1024
@@ -49,6 +57,9 @@ TRIED = 32
 """Most samples of the batch on which the loss and the model are tried by themselves."""
 
 FOUND, WEIGHTS, LARGEST = "found.json", "weights.safetensors", "largest.safetensors"
+CHECKPOINTS = "checkpoints"
+REPEATED = 3
+"""Most steps that are left after the checkpoint, for a resumed training to compute again."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +70,8 @@ class Tried:
     """Random numbers that the model draws by itself."""
     batchnorms: list[str] = field(default_factory=list)
     """Modules whose statistics are those of a micro-batch."""
+    collate_draws: bool = False
+    """Whether making a batch of samples draws random numbers."""
     loss: str = "sum"
     """What the loss of a batch is to those of its parts: their sum, their mean, or other."""
 
@@ -80,7 +93,7 @@ class Found:
     ids: str
     """A hash of the numbers of all samples that ranks trained on, in order."""
     samples: dict[str, str]
-    """A hash of what was read, by the sample's number."""
+    """A hash of what was read, by the sample's number, and by its seed where it has drawn."""
     unstable: list[int]
     """Samples that were not the same when they were read again."""
     pieces: list[int]
@@ -90,11 +103,20 @@ class Found:
     torn: list[str]
     """Parameters that differ between ranks that should hold the same."""
     sync_batchnorm: bool = False
+    saved: int | None = None
+    """The step of the checkpoint, where one was saved."""
+    unsaved: str | None = None
+    """Why it could not be."""
     tried: Tried = field(default_factory=Tried)
+
+    @property
+    def loss_of_checkpoint(self) -> str | None:
+        """A sentence for a checkpoint that could not be kept."""
+        return self.unsaved and f"the checkpoint of step {self.saved} was not kept on {self.layout}: {self.unsaved}"
 
     @classmethod
     def read(cls, folder: Path) -> Found:
-        values = json.loads((folder / FOUND).read_text())
+        values = strict_json.loads((folder / FOUND).read_text())
         return cls(**{**values, "tried": Tried(**values["tried"])})
 
 
@@ -115,11 +137,15 @@ class Probing:
     record: Record | None = None
     backwards: bool = False
     """Each batch from its last sample to its first: other sums, where micro-batches may not be others."""
+    saves: bool = False
+    """Whether a checkpoint is saved on the way."""
 
 
 def probe(experiment: Experiment, here: Here, probing: Probing) -> None:
     """Train on this rank; rank 0 writes what all have found."""
-    watched = Watched(experiment.train)
+    steps_per_epoch = -(-len(experiment.train) // experiment.batch)
+    epochs = -(-steps_of(experiment) // steps_per_epoch)
+    watched = Watched(experiment.train, experiment.seed, epochs)
     evals = {name: _some_of(data) for name, data in experiment.evals.items()}
     gradients = Gradients(keeps_largest=here.size == 1)
     trainer = Trainer(
@@ -130,11 +156,17 @@ def probe(experiment: Experiment, here: Here, probing: Probing) -> None:
         record=probing.record,
         how=replace(probing.how, torchao=False),  # its scales are other ones than layouts with more axes have
         inspect=gradients,
+        keeping=Keeping(probing.folder / CHECKPOINTS, every=Every(never=True)) if probing.saves else None,
     )
     if probing.backwards:
         trainer.order = Backwards.of(watched, experiment.batch, experiment.seed, experiment.shuffle)
     trainer.optimizer.register_step_post_hook(gradients.after_update)
-    pieces = [update.pieces for update in trainer.steps()]
+    pieces, unsaved = [], None
+    saved = trainer.total_steps - min(REPEATED, trainer.total_steps // 2)
+    for update in trainer.steps():
+        pieces.append(update.pieces)
+        if trainer.keeper is not None and trainer.step == saved:
+            unsaved = trainer.keeper.save_now()
     scores = trainer.evaluate() if evals else {}
     if not evals:
         trainer.placed.agree_on_buffers()
@@ -144,7 +176,7 @@ def probe(experiment: Experiment, here: Here, probing: Probing) -> None:
             "squares": gradients.squares,
             "factors": gradients.factors,
             "pieces": pieces,
-            "samples": watched.seen,
+            "samples": {_as_key(*each): digest for each, digest in watched.seen.items()},
             "unstable": watched.unstable,
             "held": _held(trainer.placed),
         }
@@ -168,6 +200,8 @@ def probe(experiment: Experiment, here: Here, probing: Probing) -> None:
         factors=[each["factors"] for each in ranks],
         torn=_torn([each["held"] for each in ranks]),
         sync_batchnorm=probing.how.sync_batchnorm,
+        saved=saved if probing.saves else None,
+        unsaved=unsaved,
     )
     save_weights(weights, probing.folder / WEIGHTS, {})
     if here.size == 1:
@@ -182,36 +216,64 @@ def _some_of(data: MapDataset) -> MapDataset:
 
 
 class Watched:
-    """The user's dataset; remembers a hash of each sample, and those that change."""
+    """The user's dataset; remembers a hash of each sample, and those that change.
 
-    def __init__(self, dataset: MapDataset) -> None:
+    A sample that draws from a global generator is another one in each epoch, and is remembered by the seed that it was
+    read with. What it draws before the generators are seeded by sample does not count.
+    """
+
+    def __init__(self, dataset: MapDataset, seed: int, epochs: int) -> None:
         self.dataset = dataset
-        self.seen: dict[int, str] = {}
+        self.seen: dict[tuple[int, int | None], str] = {}
+        """(number, seed of what it has drawn or None) -> hash."""
         self.unstable: set[int] = set()
+        self._seed, self._epochs = seed, epochs
         for name in ("chunk", "lengths"):  # which decide the order
             if hasattr(dataset, name):
                 setattr(self, name, getattr(dataset, name))
         many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
         if many is not None:
-            self.__getitems__ = lambda ids: [self._look(*each) for each in zip(ids, many(ids), strict=True)]
+            self.__getitems__ = functools.partial(self._look_at_many, many)
 
     def __len__(self) -> int:
         return len(self.dataset)
 
     def __getitem__(self, number: int) -> Any:
-        return self._look(number, self.dataset[number])
+        before = snapshot()
+        sample = self.dataset[number]
+        word: int | None = None
+        if not before.same(snapshot()):
+            word = torch.initial_seed()
+            if word not in (word_for(self._seed, epoch, number) for epoch in range(self._epochs)):
+                return sample
+        self._look(number, word, sample)
+        return sample
 
     def read_again(self, most: int = 8) -> None:
         """A sample that is never read twice in a short training may still change."""
-        for number in list(self.seen)[:most]:
-            self[number]
+        with put_back():
+            for number, word in list(self.seen)[:most]:
+                if word is not None:
+                    seed_with(word)
+                self[number]
 
-    def _look(self, number: int, sample: Any) -> Any:
-        if number in self.seen or len(self.seen) < REMEMBERED:
+    def _look_at_many(self, many: Callable[[list[int]], list[Any]], ids: list[int]) -> list[Any]:
+        before = snapshot()
+        samples = many(ids)
+        if before.same(snapshot()):
+            for number, sample in zip(ids, samples, strict=True):
+                self._look(number, None, sample)
+        return samples
+
+    def _look(self, number: int, word: int | None, sample: Any) -> None:
+        if (number, word) in self.seen or len(self.seen) < REMEMBERED:
             digest = digest_of(sample)
-            if self.seen.setdefault(number, digest) != digest:
+            if self.seen.setdefault((number, word), digest) != digest:
                 self.unstable.add(number)
-        return sample
+
+
+def _as_key(number: int, word: int | None) -> str:
+    return str(number) if word is None else f"{number} drawn with {word}"
 
 
 def digest_of(sample: Any) -> str:
@@ -295,13 +357,13 @@ def _hash_of_ids(replicas: list[list[list[list[int]]]]) -> str:
     return digest.hexdigest()
 
 
-def _merged(ranks: Sequence[dict[int, str]]) -> dict[str, str]:
+def _merged(ranks: Sequence[dict[str, str]]) -> dict[str, str]:
     """One hash a sample; where ranks have read other things, all of theirs."""
-    found: dict[int, set[str]] = {}
+    found: dict[str, set[str]] = {}
     for seen in ranks:
         for number, digest in seen.items():
             found.setdefault(number, set()).add(digest)
-    return {str(number): "|".join(sorted(digests)) for number, digests in found.items()}
+    return {number: "|".join(sorted(digests)) for number, digests in found.items()}
 
 
 def _held(placed: Placed) -> dict[str, tuple[int, float]]:
@@ -322,7 +384,7 @@ def _torn(ranks: Sequence[dict[str, tuple[int, float]]]) -> list[str]:
     for name in dict.fromkeys(name for held in ranks for name in held):
         copies = max(held[name][0] for held in ranks if name in held)
         norms = sorted(held[name][1] for held in ranks if name in held)
-        apart = sum(b - a > 1e-4 * abs(b) for a, b in itertools.pairwise(norms))
+        apart = sum(exceeds(b - a, 1e-4 * abs(b)) for a, b in itertools.pairwise(norms))
         if 1 + apart > max(1, len(norms) // copies):
             torn.append(name)
     return torn
@@ -334,14 +396,25 @@ def _try(trainer: Trainer, experiment: Experiment) -> Tried:
     tried = Tried(batchnorms=[n for n, m in model.named_modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)])
     ids = trainer.order.batch_ids(0).tolist()[: min(TRIED, experiment.micro or TRIED)]
     with contextlib.suppress(Exception):
+        tried = replace(tried, collate_draws=_collate_draws(experiment, ids))
+    with contextlib.suppress(Exception):
         tried = replace(tried, loss=_loss_is(trainer, experiment, ids))
     with contextlib.suppress(Exception):
         tried = replace(tried, draws=_draws(trainer, experiment, ids))
     return tried
 
 
+def _collate_draws(experiment: Experiment, ids: list[int]) -> bool:
+    with put_back():
+        samples = [experiment.train[number] for number in ids]
+        before = snapshot()
+        (experiment.collate or default_collate)(samples)
+        return not before.same(snapshot())
+
+
 def _read(trainer: Trainer, experiment: Experiment, ids: list[int]) -> tuple[Any, Any]:
-    batch = (experiment.collate or default_collate)([experiment.train[number] for number in ids])
+    samples = Samples(experiment.train, experiment.collate, seed=experiment.seed)
+    batch = samples[Wanted(ids, len(ids), epoch=0)].batch
     return as_pair(to_device(batch, trainer.here.device))
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from meshrun import strict_json
 from meshrun.config import RunDirectory
 from meshrun.observe.events import read_events
 
@@ -35,7 +36,7 @@ class Reached:
     @classmethod
     def read(cls, run: RunDirectory) -> Reached:
         weights = {path.name: path for path in sorted(run.weights.glob("*.safetensors"))}
-        return cls(weights, json.loads((run.path / "result.json").read_text()), used_ids(run))
+        return cls(weights, strict_json.loads((run.path / "result.json").read_text()), used_ids(run))
 
 
 def others(reached: Reached, reference: Reached, tolerance: float) -> list[str]:
@@ -82,7 +83,7 @@ def tensors_of(path: Path) -> bytes:
     """What a safetensors file holds, less what is written about it: header and bytes of all tensors."""
     data = path.read_bytes()
     end = 8 + int.from_bytes(data[:8], "little")
-    header = json.loads(data[8:end])
+    header = strict_json.loads(data[8:end])
     header.pop("__metadata__", None)
     return json.dumps(header, sort_keys=True).encode() + data[end:]
 

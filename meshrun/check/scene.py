@@ -68,8 +68,9 @@ class Scene:
     def __init__(self, folder: Path, control: Control, document: dict[str, Any], ranks: int) -> None:
         """`document` holds the options of the run, as a file for --config does."""
         self.folder, self.control, self.ranks = folder, control, ranks
-        self.run = RunDirectory(folder / f"{NAME}-1")
-        self.disk = Disk(self.run.checkpoints)
+        self.run = RunDirectory(folder / "runs" / f"{NAME}-1")
+        self.disk = Disk(self.run.path.parent)
+        self.eval_every = int(document.get("eval_every", 1))
         self.seen: set[int] = set()
         """Every process that this run is known to have had."""
         self._options = folder / "options.json"
@@ -87,10 +88,10 @@ class Scene:
         self._log.close()
 
     def begin(self, target: Path | str) -> None:
-        self._start("run", str(target), "--config", str(self._options), "--name", NAME, "--runs", str(self.folder))
+        self._start("run", str(target), "--config", str(self._options), "--name", NAME, "--runs", str(self.disk.folder))
 
     def resume(self) -> None:
-        self._start("resume", str(self.run.path))
+        self._start("resume", str(self.run.path), "--from-start")  # the launcher may be lost before a checkpoint
 
     def _start(self, *words: str) -> None:
         command = [sys.executable, "-m", "meshrun", *words, "--json"]
@@ -233,7 +234,7 @@ class Scene:
         if self.run.memories.exists():
             return f"{self.run.memories} was left"
         if str(self.folder) in Path("/proc/mounts").read_text():
-            return f"a file system was left on {self.run.checkpoints}"
+            return f"a file system was left on {self.disk.folder}"
         return ""
 
     def events(self, rank: int) -> list[Event]:

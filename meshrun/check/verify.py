@@ -8,13 +8,15 @@
 Some models blow rounding up: maxima jump where two values are equal but for the last bit, and AdamW makes updates of
 full size out of gradients that should be 0. So one process trains twice, the second time with other micro-batches,
 which changes the order of summation and nothing else (the twin): no layout can be blamed for what that pair differs by.
-BatchNorm over the whole batch allows no micro-batches; there the twin takes each batch from its end.
+BatchNorm over the whole batch allows no micro-batches; there the twin takes each batch from its end. A twin that ends
+far away sets no bar: then nothing is judged, and the cause is searched for (`causes.why_unjudged`).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,12 +24,15 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from meshrun.check.nan_safe import exceeds, largest
 from meshrun.check.probe import LARGEST, WEIGHTS, Found
 
 MARGIN = 10.0
 """How many times the twin's differences a layout's may be."""
 GROSS = 1e-3
 """A first step that differs by more than this was not only rounded differently."""
+BLOWN = 100.0
+"""Tolerances by which the twin's final weights may be apart: what moved them further was more than rounding."""
 TOLERANCE = {"fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-3, "float8": 1e-2}
 """Where none is given, by precision. What ranks of tp add up was rounded on each, which no twin in one process does,
 and where one number is rounded otherwise, float8 makes an eighth of it."""
@@ -49,22 +54,20 @@ class Measured:
     evals: float
     counts_equal: bool
     ids_equal: bool
+    not_number: str | None = None
+    """The first result of either training that is NaN or infinite, in a few words."""
 
     @property
     def loss(self) -> float:
-        return max(self.losses)
+        return largest(self.losses)
 
     @property
     def grad_norm(self) -> float:
-        return max(self.grad_norms)
-
-    @property
-    def parameter(self) -> float:
-        return max((max(step.values(), default=0.0) for step in self.parameters), default=0.0)
+        return largest(self.grad_norms)
 
     @property
     def weight(self) -> float:
-        return max(self.weights.values(), default=0.0)
+        return largest(self.weights.values())
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ class Allowed:
     evals: float
     depends_on_micro: bool = False
     """The twin's first step already differs: this model computes something else with other micro-batches."""
+    blown: bool = False
+    """The twin ends so far away that layouts within what is allowed have not been shown to train the same."""
 
 
 @dataclass(frozen=True)
@@ -93,20 +98,24 @@ class Verdict:
 def measure(reference: Found, other: Found, folders: tuple[Path, Path]) -> Measured:
     """`folders` hold the weights of the two."""
     evals, counts_equal = _evals(reference.evals, other.evals)
+    weights = weight_differences(*folders)
     return Measured(
         losses=_relative(reference.losses, other.losses),
         grad_norms=_relative(reference.grad_norms, other.grad_norms),
         parameters=_parameters(reference, other),
-        weights=weight_differences(*folders),
+        weights=weights,
         evals=evals,
         counts_equal=counts_equal,
         ids_equal=reference.ids == other.ids and reference.length == other.length,
+        not_number=next(_not_numbers(reference, other, weights), None),
     )
 
 
 def allow(tolerance: float, twin: Measured | None, steps: int) -> Allowed:
     """The tolerance, widened to what rounding alone does to this model."""
-    depends = twin is not None and (twin.losses[0] > tolerance or _largest(twin.parameters)[0] > GROSS)
+    depends = twin is not None and (
+        exceeds(twin.losses[0], tolerance) or exceeds(_largest(twin.parameters)[0], GROSS) or bool(twin.not_number)
+    )
     if twin is None or depends:
         same = [tolerance] * steps
         return Allowed(same, same, same, tolerance, tolerance, depends)
@@ -118,8 +127,8 @@ def allow(tolerance: float, twin: Measured | None, steps: int) -> Allowed:
     grown = [each if each > tolerance else 0.0 for each in itertools.accumulate(all_three, max)]
 
     def widened(differences: list[float]) -> list[float]:
-        largest = map(max, itertools.accumulate(differences, max), grown)
-        return [max(tolerance, MARGIN * each) for each in largest]
+        highest = map(max, itertools.accumulate(differences, max), grown)
+        return [max(tolerance, MARGIN * each) for each in highest]
 
     return Allowed(
         losses=widened(twin.losses),
@@ -127,13 +136,14 @@ def allow(tolerance: float, twin: Measured | None, steps: int) -> Allowed:
         parameters=widened(norms),
         weight=max(tolerance, MARGIN * max(twin.weight, grown[-1])),
         evals=max(tolerance, MARGIN * max(twin.evals, grown[-1])),
+        blown=exceeds(twin.weight, BLOWN * tolerance),
     )
 
 
 def judge(measured: Measured, allowed: Allowed) -> Verdict:
     """The same, or where they part."""
     outside = [
-        any(difference > limit for difference, limit in zip(found, limits, strict=True))
+        any(map(exceeds, found, limits))
         for found, limits in zip(
             zip(measured.losses, measured.grad_norms, _largest(measured.parameters), strict=True),
             zip(allowed.losses, allowed.grad_norms, allowed.parameters, strict=True),
@@ -152,18 +162,18 @@ def judge(measured: Measured, allowed: Allowed) -> Verdict:
 def _first_parameter(measured: Measured, allowed: Allowed) -> str | None:
     for step, limit in zip(measured.parameters, allowed.parameters, strict=True):
         for name, difference in step.items():
-            if difference > limit:
+            if exceeds(difference, limit):
                 return name
-    return next((name for name, difference in measured.weights.items() if difference > allowed.weight), None)
+    return next((name for name, difference in measured.weights.items() if exceeds(difference, allowed.weight)), None)
 
 
 def _largest(steps: list[dict[str, float]]) -> list[float]:
-    return [max(step.values(), default=0.0) for step in steps]
+    return [largest(step.values()) for step in steps]
 
 
 def _relative(reference: list[float], other: list[float]) -> list[float]:
     # A loss that has come down to nothing has no digits left to compare.
-    least = 1e-6 * max(map(abs, reference)) or 1.0
+    least = 1e-6 * max((abs(each) for each in reference if math.isfinite(each)), default=0.0) or 1.0
     return [abs(b - a) / max(abs(a), least) for a, b in zip(reference, other, strict=True)]
 
 
@@ -181,15 +191,41 @@ def _evals(reference: dict[str, dict[str, float]], other: dict[str, dict[str, fl
     for name, mine in reference.items():
         theirs = other.get(name, {})
         count = mine["count"]
-        same = same and theirs.get("count") == count
+        same = same and theirs.get("count") == count and theirs.keys() == mine.keys()
         for metric, value in mine.items():
-            if metric == "count" or (math.isnan(value) and math.isnan(theirs.get(metric, 0.0))):
+            if metric == "count":
                 continue
             there = theirs.get(metric, math.inf)
             if metric != "loss" and abs(there - value) * count <= _jumps(value, there, count):
                 continue
-            worst = max(worst, abs(there - value) / (abs(value) or 1.0))
+            worst = largest((worst, abs(there - value) / (abs(value) or 1.0)))
     return worst, same
+
+
+def _not_numbers(reference: Found, other: Found, weights: dict[str, float]) -> Iterator[str]:
+    """What is NaN or infinite in either training, the steps first, each in a few words."""
+    series = {"the loss": "losses", "the gradient norm": "grad_norms"}
+    for step in range(min(len(reference.losses), len(other.losses))):
+        for what, name in series.items():
+            pair = [getattr(found, name)[step] for found in (reference, other)]
+            if not all(map(math.isfinite, pair)):
+                yield f"{what} of step {step + 1} is {_in_both(*pair)}"
+        for name in reference.gradients[step]:
+            pair = [found.gradients[step].get(name, 0.0) for found in (reference, other)]
+            if not all(map(math.isfinite, pair)):
+                yield f"the gradient norm of {name} at step {step + 1} is {_in_both(*pair)}"
+    for name, difference in weights.items():
+        if math.isnan(difference):
+            yield f"the final values of {name} are not all numbers, here or in one process"
+    for name, scores in reference.evals.items():
+        for metric, value in scores.items():
+            pair = [value, other.evals.get(name, {}).get(metric, 0.0)]
+            if not all(map(math.isfinite, pair)):
+                yield f"the {metric} of the evaluation {name!r} is {_in_both(*pair)}"
+
+
+def _in_both(reference: float, other: float) -> str:
+    return f"{other:.6g} here and {reference:.6g} in one process"
 
 
 def _jumps(a: float, b: float, count: float) -> float:
@@ -206,33 +242,33 @@ def weight_differences(reference: Path, other: Path) -> dict[str, float]:
     with (
         safe_open(reference / WEIGHTS, framework="pt") as mine,
         safe_open(other / WEIGHTS, framework="pt") as theirs,
-        safe_open(reference / LARGEST, framework="pt") as largest,
+        safe_open(reference / LARGEST, framework="pt") as peaks,
     ):
-        driven = set(largest.keys())
-        level = DRIVEN_BY_NOISE * max((_most(largest.get_tensor(name)) for name in driven), default=0.0)
+        driven = set(peaks.keys())
+        level = DRIVEN_BY_NOISE * largest(_most(peaks.get_tensor(name)) for name in driven)
         present = set(theirs.keys())
-        for name in mine.keys():  # noqa: SIM118
+        differences |= dict.fromkeys(sorted(present.symmetric_difference(mine.keys())), math.inf)
+        for name in filter(present.__contains__, mine.keys()):
             weight = mine.get_tensor(name)
-            if name not in present:
-                differences[name] = math.inf
-            elif weight.is_floating_point():
-                counts = _counts(largest.get_tensor(name), level) if name in driven else None
+            if weight.is_floating_point() or weight.is_complex():
+                counts = _counts(peaks.get_tensor(name), level) if name in driven else None
                 differences[name] = _difference(weight, theirs.get_tensor(name), counts)
     return differences
 
 
-def _counts(largest: Tensor, level: float) -> Tensor:
+def _counts(peak: Tensor, level: float) -> Tensor:
     """Without any gradient nothing moves an element, and it must be the same; with next to none, noise does."""
-    return (largest == 0) | (largest > level)
+    return (peak == 0) | (peak > level)
 
 
 def _difference(mine: Tensor, theirs: Tensor, counts: Tensor | None) -> float:
     if mine.shape != theirs.shape:
         return math.inf
-    apart = theirs.double() - mine.double()
+    wide = torch.complex128 if mine.is_complex() else torch.float64
+    apart = theirs.to(wide) - mine.to(wide)
     if counts is not None:
         apart = apart * counts
-    size = torch.linalg.vector_norm(mine.double()).item()
+    size = torch.linalg.vector_norm(mine.to(wide)).item()
     return torch.linalg.vector_norm(apart).item() / (size or 1.0)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from meshrun.check.causes import likely_cause
+from meshrun.check.causes import likely_cause, why_unjudged
 from meshrun.check.probe import Found, Tried
 from meshrun.check.verify import Measured, Verdict, allow
 
@@ -43,7 +43,11 @@ def gradients(w: float, b: float) -> list[dict[str, float]]:
     return [{"w": w, "b": b}, {"w": 1.0, "b": 1.0}]
 
 
-EVERYTHING = Tried(draws=["block: aten.bernoulli_ at net.py:3", "head: aten.rand"], batchnorms=["bn"], loss="mean")
+EVERYTHING = Tried(
+    draws=["drawn at net.py:3 (aten.rand in block)", "drawn by aten.rand in head"],
+    batchnorms=["bn"],
+    loss="mean",
+)
 
 CASES = {
     "another length": (
@@ -65,8 +69,12 @@ CASES = {
     "random numbers": (
         replace(SAME, tried=EVERYTHING),
         ON_TWO,
-        "the model draws its own random numbers, which no two meshes draw alike: "
-        "block: aten.bernoulli_ at net.py:3 and 1 more",
+        "random numbers drawn at net.py:3 (aten.rand in block), and 1 more, differ from mesh to mesh; dropout, and",
+    ),
+    "a collate function that draws": (
+        replace(SAME, tried=Tried(collate_draws=True, batchnorms=["bn"])),
+        ON_TWO,
+        "the collate function draws random numbers, for the samples of a micro-batch together",
     ),
     "BatchNorm": (
         replace(SAME, tried=Tried(batchnorms=["a", "b", "c"], loss="mean")),
@@ -139,3 +147,42 @@ def test_without_a_trace_the_sentence_says_which_part_of_a_step_differs():
     assert cause(SAME, ON_TWO, agreed, weights={"w": 0.0}).startswith(
         "the training agrees, but the evaluation does not"
     )
+
+
+def test_of_samples_that_differ_the_one_with_the_lowest_number_is_named():
+    other = replace(ON_TWO, samples={"3": "other", "11": "other"})
+    assert "sample 3 is not what one process reads (2 of 2 samples differ)" in cause(SAME, other)
+    drawn = {"11 drawn with 5": "x", "3 drawn with 7": "x"}
+    others = replace(ON_TWO, samples=dict.fromkeys(drawn, "other"))
+    assert "sample 3 is not what one process reads" in cause(replace(SAME, samples=drawn), others)
+
+
+def twin(**changes: Any) -> Measured:
+    """A twin whose first step agrees and whose weights end far away, unless told."""
+    fields = {"losses": [1e-7, 5e-5], "grad_norms": [1e-7, 1e-3], "parameters": [{"w": 1e-7}, {"w": 1e-3}]}
+    end = {"weights": {"w": 0.59}, "evals": 0.0, "counts_equal": True, "ids_equal": True}
+    return Measured(**{**fields, **end, **changes})
+
+
+def test_a_twin_that_ends_far_away_proves_nothing_and_its_cause_is_searched_for():
+    noise = twin()
+    allowed = allow(1e-5, noise, 2)
+    assert allowed.blown and not allowed.depends_on_micro
+    drawn = why_unjudged(replace(SAME, tried=EVERYTHING), noise, allowed)
+    assert drawn is not None and drawn.startswith("random numbers drawn at net.py:3")
+    unknown = why_unjudged(SAME, noise, allowed)
+    assert unknown is not None and "moves the weights by 5.9e-01" in unknown and "--steps" in unknown
+
+
+def test_a_model_that_draws_is_never_the_same_where_its_draws_change_the_first_step():
+    noise = twin(losses=[1e-3, 1e-3])
+    allowed = allow(1e-5, noise, 2)
+    assert allowed.depends_on_micro
+    assert str(why_unjudged(replace(SAME, tried=EVERYTHING), noise, allowed)).startswith("random numbers drawn at")
+    assert why_unjudged(replace(SAME, tried=Tried(batchnorms=["bn"])), noise, allowed) is None
+
+
+def test_a_twin_within_rounding_sets_the_bar_also_where_a_model_draws_what_it_does_not_use():
+    noise = twin(weights={"w": 1e-4})
+    assert why_unjudged(replace(SAME, tried=EVERYTHING), noise, allow(1e-5, noise, 2)) is None
+    assert why_unjudged(replace(SAME, tried=EVERYTHING), None, allow(1e-5, None, 2)) is None

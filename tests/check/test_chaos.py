@@ -64,8 +64,8 @@ def test_a_run_that_comes_to_other_weights_after_a_fault_is_a_failure_and_is_kep
     assert failure.startswith(
         "the run came to other last.safetensors, losses of result.json, grad_norms of result.json"
     )
-    assert failure.endswith(f"than the one without faults (after kill-computing; {tmp_path}/run-0001/chaos-1)")
-    assert (tmp_path / "run-0001/chaos-1/result.json").is_file()
+    assert failure.endswith(f"than the one without faults (after kill-computing; {tmp_path}/run-0001/runs/chaos-1)")
+    assert (tmp_path / "run-0001/runs/chaos-1/result.json").is_file()
 
 
 @pytest.mark.parametrize(

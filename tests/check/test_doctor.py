@@ -24,6 +24,15 @@ from tests.launch.command import Ended, meshrun
 MODULE = [sys.executable, "-m", "meshrun", "doctor"]
 
 
+@pytest.fixture(autouse=True)
+def all_cores() -> Iterator[None]:
+    """Where the suite itself is bound to some cores, `doctor` is right to say so: here it has all there are."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))
+    yield
+    os.sched_setaffinity(0, before)
+
+
 def ranks(folder: Path, size: int, *words: object, env: Mapping[str, str] | None = None, runs: str = "") -> Ended:
     """The ranks of one node as a script starts them that sets torchrun's variables; `runs` is for the last rank."""
     with socket.socket() as free:

@@ -14,6 +14,7 @@ from meshrun.check.doctor.case import CHECKS, Case, Held, Left
 from meshrun.check.doctor.facts import Caches, Cores, Facts, Folder, Gpus, Limits, Memory, Network, Port
 from meshrun.check.doctor.links import Clock, Links, Speed, Way, partners
 from meshrun.check.doctor.measure import Together, Work, slow
+from meshrun.check.doctor.of_node import gpus, slurm_loses_cores
 from meshrun.check.doctor.rules import judge
 from meshrun.world.network import Interface
 
@@ -425,3 +426,21 @@ def test_every_node_has_a_way_to_every_other_in_a_few_steps():
     tried = {node: partners(node, range(500)) for node in range(500)}
     assert all(0 in others or node == 0 for node, others in tried.items())
     assert max(map(len, tried.values())) <= 11 and {others[0] for others in tried.values()} == set(range(500))
+
+
+@pytest.mark.parametrize(
+    ("version", "loses"),
+    [("22.05.8", True), ("23.02.1", True), ("21.08.5", False), ("23.11.0", False), (None, False), ("none", False)],
+)
+def test_versions_of_slurm_that_do_not_hand_cores_on_are_known(version: str | None, loses: bool):
+    assert slurm_loses_cores(version) is loses
+
+
+@pytest.mark.parametrize(("granted", "told"), [(2, False), (3, True), (4, True)])
+def test_a_gpu_without_a_rank_is_found(granted: int, told: bool):
+    listed = tuple(map(str, range(granted)))
+    ranks = [
+        replace(facts(rank), gpus=replace(facts(rank).gpus, granted_node=granted, listed=listed)) for rank in (0, 1)
+    ]
+    found = [each.what for each in gpus(Case(ranks, 2)) if "ranks run there" in each.what]
+    assert found == ([f"{granted} GPUs of n1 were granted but 2 ranks run there"] if told else [])

@@ -106,7 +106,7 @@ def test_numbers_of_python_and_numpy_are_found():
 
 def test_a_draw_in_a_loop_is_told_once_and_in_a_sentence():
     (found,) = drawn_by(Applies(lambda x: noise(noise(noise(x)))))
-    assert str(found) == f"1: aten.rand at {line_of('return x + torch.rand(8)')}"
+    assert str(found) == f"drawn at {line_of('return x + torch.rand(8)')} (aten.rand in 1)"
 
 
 def test_a_forward_pass_that_fails_leaves_no_hooks():

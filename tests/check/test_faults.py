@@ -262,3 +262,9 @@ def test_a_process_that_is_no_rank_is_not_armed(place: Path):
     arm(place / "control")
     assert os.write is write
     assert Loader.steps is steps
+
+
+def test_faults_that_a_run_cannot_have_are_not_drawn_and_the_seed_decides_the_others():
+    drawn = plan(3, 200, 2, has=())
+    assert drawn == plan(3, 200, 2, has=()) != plan(4, 200, 2, has=())
+    assert all(KINDS[fault.kind].needs is None for fault in drawn)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -104,9 +105,12 @@ MISTAKES = {
     "sharded_dataset": ("dp=2", 1, "the training set has 20 samples here and 40 in one process"),
     "augmented_data": ("dp=2", 1, "the dataset is not deterministic: sample"),
     "local_clipping": ("fsdp=2", 2, "the optimizer scales gradients by the norm of the part that its rank holds"),
-    "own_dropout": ("dp=2", 1, "the model draws its own random numbers"),
+    "noisy_collate": ("dp=2", 1, "the collate function draws random numbers"),
+    "own_noise": ("dp=2", 1, "random numbers drawn at "),
     "batchnorm": ("dp=2", 1, r"BatchNorm (1) takes its statistics from a micro-batch, which has 6 samples here and 12"),
     "unknown_cause": ("dp=2", 1, "the forward pass computes something else from step 1 on, parameter layers.0.weight"),
+    "nan_evaluation": ("dp=2", None, "the loss of the evaluation 'val' is nan here and 0."),
+    "nan_buffer": ("dp=2", None, "the final values of second are not all numbers"),
 }
 
 
@@ -120,14 +124,14 @@ def test_a_planted_mistake_is_caught_and_its_cause_is_named(name: str, trainings
 
 
 def test_the_line_that_draws_random_numbers_is_named(trainings_of: Callable[[str], Trainings]):
-    cause = trainings_of("mistakes:own_dropout").on("dp=2").cause
+    cause = trainings_of("mistakes:own_noise").on("dp=2").cause
     lines = (PROGRAMS / "mistakes.py").read_text().splitlines()
-    line = next(number for number, text in enumerate(lines, 1) if "F.dropout" in text)
+    line = next(number for number, text in enumerate(lines, 1) if "randn_like(x)" in text)
     assert f"{PROGRAMS / 'mistakes.py'}:{line}" in cause
 
 
 @pytest.mark.parametrize("layout", ["dp=2", "fsdp=2"])
-@pytest.mark.parametrize("name", ["multilayer", "convolutions", "encoder"])
+@pytest.mark.parametrize("name", ["multilayer", "convolutions", "encoder", "augmented", "time_first"])
 def test_a_correct_program_raises_no_alarm(name: str, layout: str, trainings_of: Callable[[str], Trainings]):
     compared = trainings_of(f"correct:{name}").on(layout)
     assert compared.verdict.ok, (compared.cause, compared.measured, compared.allowed)
@@ -232,6 +236,86 @@ def test_each_quantity_alone_decides(changes: dict[str, object]):
     assert not verdict.ok and verdict.first_step is None
 
 
+NAN = math.nan
+HOLDING_NAN = {
+    "loss": {"losses": [1e-7, NAN]},
+    "gradient norm": {"grad_norms": [1e-7, NAN]},
+    "gradient": {"parameters": [{"v": 0.0, "w": 1e-7}, {"v": 0.0, "w": NAN}]},
+    "weight": {"weights": {"v": 0.0, "w": NAN}},
+    "evaluation": {"evals": NAN},
+}
+
+
+@pytest.mark.parametrize("case", HOLDING_NAN)
+def test_a_nan_is_a_difference_wherever_it_stands(case: str):
+    for allowed in (allow(TOLERANCE, None, 2), allow(TOLERANCE, measured([1e-7, 1e-3]), 2)):
+        verdict = judge(replace(measured([1e-7, 1e-7]), **HOLDING_NAN[case]), allowed)
+        assert not verdict.ok
+        assert verdict.first_step == (None if case in ("weight", "evaluation") else 2)
+        assert verdict.first_parameter == ("w" if case in ("gradient", "weight") else None)
+
+
+@pytest.mark.parametrize("case", HOLDING_NAN)
+def test_a_twin_that_holds_a_nan_widens_nothing(case: str):
+    twin = replace(measured([1e-7, 1e-3]), **HOLDING_NAN[case], not_number="the loss is nan")
+    allowed = allow(TOLERANCE, twin, 2)
+    assert allowed.losses == allowed.grad_norms == allowed.parameters == [TOLERANCE] * 2
+    assert allowed.weight == allowed.evals == TOLERANCE
+
+
+def found_with(**changes: object) -> Found:
+    steps = {"losses": [0.5, 0.25], "grad_norms": [2.0, 1.0], "gradients": [{"v": 1.0, "w": 1.0}] * 2}
+    return replace(evaluated(loss=0.5, count=8, accuracy=0.5), **{**steps, **changes})
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf], ids=str)
+@pytest.mark.parametrize(
+    "name, where, sentence",
+    [
+        ("losses", lambda bad: [0.5, bad], "the loss of step 2 is {} here and 0.25 in one process"),
+        ("grad_norms", lambda bad: [2.0, bad], "the gradient norm of step 2 is {} here and 1 in one process"),
+        ("gradients", lambda bad: [{"v": 1.0, "w": 1.0}, {"v": 1.0, "w": bad}], "the gradient norm of w at step 2 is"),
+        ("evals", lambda bad: {"val": {"loss": bad, "count": 8, "accuracy": 0.5}}, "the loss of the evaluation 'val'"),
+        ("evals", lambda bad: {"val": {"loss": 0.5, "count": 8, "accuracy": bad}}, "the accuracy of the evaluation"),
+    ],
+)
+def test_measuring_names_what_is_no_number(
+    name: str, where: Callable[[float], object], sentence: str, bad: float, tmp_path: Path
+):
+    folders = (folder_of(tmp_path / "a", {}, {}), folder_of(tmp_path / "b", {}))
+    good, wrong = found_with(), found_with(**{name: where(bad)})
+    for reference, other in ((good, wrong), (wrong, good), (wrong, wrong)):
+        found = measure(reference, other, folders)
+        assert not judge(found, allow(TOLERANCE, None, 2)).ok
+        assert found.not_number
+    found = measure(good, wrong, folders)
+    assert found.not_number.startswith(sentence.format(bad))
+    assert likely_cause(good, wrong, found, allow(TOLERANCE, None, 2), judge(found, allow(TOLERANCE, None, 2))) == (
+        found.not_number
+    )
+    same = measure(good, good, folders)
+    assert same.not_number is None and judge(same, allow(TOLERANCE, None, 2)).ok
+
+
+def test_weights_that_are_missing_too_many_or_no_numbers_differ(tmp_path: Path):
+    base = {"a": torch.ones(4), "b": torch.ones(2), "c": torch.ones(2, dtype=torch.complex64)}
+    mine = folder_of(tmp_path / "mine", base, {"a": torch.ones(4)})
+    cases = {
+        "nan": ({**base, "b": torch.tensor([1.0, NAN])}, {"b": pytest.approx(NAN, nan_ok=True)}),
+        "nan that noise drives": (
+            {**base, "a": torch.tensor([1.0, 1.0, 1.0, NAN])},
+            {"a": pytest.approx(NAN, nan_ok=True)},
+        ),
+        "less": ({"a": base["a"], "c": base["c"]}, {"b": math.inf}),
+        "more": ({**base, "d": torch.ones(1)}, {"d": math.inf}),
+        "another shape": ({**base, "b": torch.ones(3)}, {"b": math.inf}),
+        "another phase": ({**base, "c": torch.tensor([1, 1j])}, {"c": 1.0}),
+    }
+    for number, (weights, expected) in enumerate(cases.values()):
+        found = weight_differences(mine, folder_of(tmp_path / str(number), weights))
+        assert {name: each for name, each in found.items() if each != 0} == expected
+
+
 def evaluated(**scores: float) -> Found:
     found = {"layout": "dp=1", "world": 1, "replicas": 1, "losses": [1.0], "grad_norms": [1.0], "gradients": [{}]}
     rest = {"length": 1, "ids": "", "samples": {}, "unstable": [], "pieces": [1], "factors": [[1.0]], "torn": []}
@@ -271,6 +355,26 @@ def test_verify_says_of_each_layout_whether_it_trains_the_same(tmp_path: Path):
     assert document["noise"]["loss_diff"] < 1e-6
     assert "verify mistakes.py: 4 of 4, fsdp=2" in ended.err
     assert not list(tmp_path.iterdir()), "nothing is left behind unless asked for"
+
+
+@pytest.mark.timeout(300)
+def test_a_model_that_draws_is_not_the_same_where_a_layout_happens_to_draw_alike(tmp_path: Path):
+    ended = verify(tmp_path, "mistakes:own_noise", "--layouts", "tp=2", "--json")
+    assert ended.status == 1, ended.err
+    (row,) = ended.document["layouts"]
+    assert row["loss_diff"] < 1e-5 and not ended.document["ok"] and not row["ok"] and not row["judged"]
+    assert row["cause"].startswith(f"random numbers drawn at {PROGRAMS / 'mistakes.py'}:")
+
+
+@pytest.mark.timeout(300)
+def test_a_nan_of_two_ranks_is_told_and_the_document_is_json(tmp_path: Path):
+    ended = verify(tmp_path, "mistakes:nan_evaluation", "--layouts", "dp=2", "--steps", 2, "--json")
+    assert ended.status == 1, ended.err
+    document = json.loads(ended.out, parse_constant=pytest.fail)
+    (row,) = document["layouts"]
+    assert not document["ok"] and not row["ok"] and row["eval_diff"] is None
+    assert document["not_numbers"] == {"/layouts/0/eval_diff": "NaN"}
+    assert row["cause"].startswith("the loss of the evaluation 'val' is nan here and 0.")
 
 
 @pytest.mark.timeout(300)

@@ -9,6 +9,7 @@ Where it cannot run (no root, no Slurm), all these tests are skipped and say why
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -36,8 +37,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 @pytest.fixture(scope="session")
 def kept_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, range(os.cpu_count() or 1))  # its nodes have all cores, though the suite may not
     with Cluster(tmp_path_factory.mktemp("cluster"), config=[CROWDED]) as cluster:
         yield cluster
+    os.sched_setaffinity(0, before)
 
 
 @pytest.fixture

@@ -30,7 +30,7 @@ def test_a_cluster_without_gpus_names_none():
 
 
 def test_a_step_spans_nodes_that_are_apart(cluster: Cluster, tmp_path: Path):
-    show = "echo $SLURM_PROCID $(hostname) $(hostname -I) $CUDA_VISIBLE_DEVICES $$ $TMPDIR"
+    show = "echo $SLURM_PROCID $(hostname) $(hostname -I) $CUDA_VISIBLE_DEVICES $(readlink /proc/self/ns/pid) $TMPDIR"
     words = ["srun", "-N2", "--ntasks-per-node=2", "--gres=gpu:2", "--label", "sh", "-c", show]
     said = cluster.run("ctl", words, cwd=tmp_path, check=True).stdout
     tasks = sorted(line.partition(": ")[2].split() for line in said.splitlines())
@@ -40,7 +40,8 @@ def test_a_step_spans_nodes_that_are_apart(cluster: Cluster, tmp_path: Path):
         ["2", "n2", "10.77.0.2", "0,1"],
         ["3", "n2", "10.77.0.2", "0,1"],
     ]
-    assert all(int(task[4]) < 200 for task in tasks), "each node counts its own processes"
+    spaces = [task[4] for task in tasks]
+    assert spaces[0] == spaces[1] != spaces[2] == spaces[3], "each node counts its own processes"
     assert {task[5] for task in tasks} == {str(cluster.folder / "tmp" / node) for node in ("n1", "n2")}
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import secrets
 import shutil
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from meshrun import strict_json
 from meshrun.check.doctor.listener import Listener, ask
 from meshrun.config import write_json
 from meshrun.world import World
@@ -203,7 +203,7 @@ def _read(path: Path, there: Collection[str] | None = None) -> Document | None:
     if path.name not in (_listed(path.parent) if there is None else there):
         return None
     with contextlib.suppress(OSError, ValueError):
-        found = json.loads(path.read_text())
+        found = strict_json.loads(path.read_text())
         return found if isinstance(found, dict) else None
     return None
 

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from meshrun import strict_json
 from meshrun.check.doctor.facts import Facts, is_loopback
 from meshrun.check.doctor.listener import CHUNK, ask, ask_on
 from meshrun.check.doctor.reading import resolved, source_for
@@ -181,7 +182,7 @@ def _sent(own: str, address: str, port: int, job: str) -> float:
                 connection.sendall(chunk)
             connection.shutdown(socket.SHUT_WR)
             with connection.makefile("rb") as lines:
-                arrived = json.loads(lines.readline())["count"]
+                arrived = strict_json.loads(lines.readline())["count"]
             return float(arrived) / (time.perf_counter() - began)
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0

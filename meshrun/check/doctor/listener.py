@@ -17,6 +17,8 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
+from meshrun import strict_json
+
 Document = dict[str, Any]
 LONGEST = 16 << 20
 """Bytes of a letter: more than any rank has to say."""
@@ -77,7 +79,7 @@ class _Talk(socketserver.StreamRequestHandler):
         assert isinstance(self.server, _Server)
         with contextlib.suppress(OSError, ValueError):
             while line := self.rfile.readline(LONGEST):
-                asked = json.loads(line)
+                asked = strict_json.loads(line)
                 if not isinstance(asked, dict):
                     return
                 reply = self.server.listener.reply(asked)
@@ -100,5 +102,5 @@ def ask_on(connection: socket.socket, question: Document) -> Document | None:
     """The same over a connection that is open."""
     connection.sendall(json.dumps(question).encode() + b"\n")
     with connection.makefile("rb") as lines:
-        reply = json.loads(lines.readline(LONGEST) or b"null")
+        reply = strict_json.loads(lines.readline(LONGEST) or b"null")
     return reply if isinstance(reply, dict) and "error" not in reply else None

@@ -7,11 +7,11 @@ left_over(runs)                      # rendezvous files that lead nowhere
 from __future__ import annotations
 
 import contextlib
-import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from meshrun import strict_json
 from meshrun.check.doctor.case import Held, Left
 from meshrun.world import World
 from meshrun.world.grants import PORT_OF_RANK_0
@@ -73,7 +73,7 @@ def _age(path: Path) -> float:
 
 def _stale(path: Path) -> Left | None:
     try:
-        said = json.loads(path.read_text())
+        said = strict_json.loads(path.read_text())
         address, port = str(said["address"]), int(said["port"])
         socket.create_connection((address, port), timeout=1.0).close()
     except ConnectionRefusedError:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -9,7 +12,7 @@ from torch.utils.data import Subset
 
 from meshrun import Experiment, accuracy, cross_entropy
 from meshrun.recipes.digits import Digits
-from tests.check.programs.mistakes import Sines, small
+from tests.check.programs.mistakes import Sines, points, small
 
 
 def multilayer() -> Experiment:
@@ -49,6 +52,43 @@ def convolutions() -> Experiment:
 
 def sines() -> Experiment:
     return small(model=Sines, steps=20, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+
+
+class Augmented:
+    """Draws from the global generators of Python, NumPy and torch, as torchvision's transforms do."""
+
+    def __init__(self) -> None:
+        self.points = points()
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, target = self.points[index]
+        noise = torch.randn(5) * np.random.rand()
+        return (inputs + 0.1 * noise if random.random() < 0.7 else inputs), target
+
+
+def augmented() -> Experiment:
+    return small(train=Augmented(), evals={"val": Augmented()})
+
+
+class TimeFirst(nn.Module):
+    """A model of (time, batch, width) with as much time as samples, and dropouts that are functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.drop, self.out = nn.Linear(1, 8), nn.Linear(8, 24), nn.Dropout(0.2), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(self.embed(x.t()[..., None]))  # (time, batch, width)
+        q, k, v = self.mix(x).transpose(0, 1).unflatten(-1, (2, 12)).transpose(1, 2).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(q, k, v, dropout_p=0.2 * self.training).permute(2, 0, 1, 3).flatten(2)
+        return self.out(F.dropout(x, 0.3, self.training).mean(0))
+
+
+def time_first() -> Experiment:
+    return small(model=TimeFirst, batch=10)
 
 
 class Encoder(nn.Module):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 from meshrun import Experiment, Loss, cross_entropy
 
@@ -125,13 +125,27 @@ def sharded_dataset() -> Experiment:
 
 
 class Augmented(Repeating):
+    """Draws from a generator of its own, which nobody else can seed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(0)
+
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         inputs, target = self.points[index]
-        return inputs + 0.1 * torch.randn(5), target
+        return inputs + 0.1 * torch.randn(5, generator=self.generator), target
 
 
 def augmented_data() -> Experiment:
     return small(train=Augmented())
+
+
+def noisy_collate() -> Experiment:
+    def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        inputs, targets = default_collate(samples)
+        return inputs + 0.1 * torch.randn_like(inputs), targets
+
+    return small(collate=collate)
 
 
 class Clipping(torch.optim.SGD):
@@ -147,17 +161,17 @@ def local_clipping() -> Experiment:
     return small(optimizer=lambda parameters: Clipping(parameters, lr=0.3))
 
 
-class Dropping(nn.Module):
+class Noisy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = net()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layers(F.dropout(x, 0.3, self.training))
+        return self.layers(x + 0.3 * torch.randn_like(x) if self.training else x)
 
 
-def own_dropout() -> Experiment:
-    return small(model=Dropping)
+def own_noise() -> Experiment:
+    return small(model=Noisy)
 
 
 def batchnorm() -> Experiment:
@@ -192,3 +206,46 @@ class Failing(nn.Module):
 
 def failing_rank() -> Experiment:
     return small(model=Failing)
+
+
+class NanOnRanks(nn.Module):
+    """Trains as it should; in evaluation, or in a buffer, there is a NaN as soon as there are several ranks."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.net, self.where = net(), where
+        self.register_buffer("first", torch.zeros(2))
+        self.register_buffer("second", torch.zeros(2))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs = self.net(inputs)
+        if ranks() > 1 and self.where == "second":
+            self.second[1] = float("nan")
+        if ranks() > 1 and self.where == "evaluation" and not self.training:
+            return outputs * float("nan")
+        return outputs
+
+
+def nan_evaluation() -> Experiment:
+    return small(model=lambda: NanOnRanks("evaluation"))
+
+
+def nan_buffer() -> Experiment:
+    return small(model=lambda: NanOnRanks("second"))
+
+
+class Slowing(torch.optim.SGD):
+    """Takes smaller and smaller steps, by a count that no checkpoint holds."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        for group in self.param_groups:
+            group["lr"] = 0.3 / self.count
+        return super().step(closure)
+
+
+def slowing_optimizer() -> Experiment:
+    """Trains the same on every mesh, and another way once it is resumed."""
+    return small(optimizer=lambda parameters: Slowing(parameters, lr=0.3))

@@ -1,0 +1,112 @@
+"""How `verify` compares numbers: what is allowed, what is a difference, and which step and weight is named."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from meshrun.check.nan_safe import exceeds, largest
+from meshrun.check.probe import LARGEST, WEIGHTS
+from meshrun.check.verify import MARGIN, Allowed, Measured, allow, judge, weight_differences
+from meshrun.check.verify import _evals as evals
+
+LIMIT = 1e-5
+SAME = Measured([0.0] * 3, [0.0] * 3, [{"w": 0.0, "b": 0.0}] * 3, {"w": 0.0, "b": 0.0}, 0.0, True, True)
+STRICT = Allowed([LIMIT] * 3, [LIMIT] * 3, [LIMIT] * 3, LIMIT, LIMIT)
+
+
+def test_nan_is_the_largest_and_exceeds_every_limit():
+    assert largest([1.0, 3.0, 2.0]) == 3.0 and largest([], default=7.0) == 7.0
+    assert all(math.isnan(largest(each)) for each in ([math.nan, 1.0], [1.0, math.nan]))
+    assert exceeds(math.nan, math.inf) and exceeds(1.1, 1.0) and not exceeds(1.0, 1.0) and exceeds(1.0, math.nan)
+
+
+@pytest.mark.parametrize("bad", [2 * LIMIT, math.nan, math.inf])
+@pytest.mark.parametrize("name", ["losses", "grad_norms"])
+def test_a_series_that_parts_is_named_by_its_first_step(name: str, bad: float):
+    assert judge(SAME, STRICT).ok
+    verdict = judge(replace(SAME, **{name: [0.0, bad, bad]}), STRICT)
+    assert not verdict.ok and verdict.first_step == 2 and verdict.first_parameter is None
+
+
+@pytest.mark.parametrize("bad", [2 * LIMIT, math.nan])
+def test_gradients_and_weights_that_part_are_named_by_their_parameter(bad: float):
+    fine, other = {"w": 0.0, "b": 0.0}, {"w": 0.0, "b": bad}
+    verdict = judge(replace(SAME, parameters=[fine, fine, other]), STRICT)
+    assert (verdict.ok, verdict.first_step, verdict.first_parameter) == (False, 3, "b")
+    verdict = judge(replace(SAME, weights=other), STRICT)
+    assert (verdict.ok, verdict.first_step, verdict.first_parameter) == (False, None, "b")
+
+
+@pytest.mark.parametrize(
+    "change", [{"evals": 2 * LIMIT}, {"evals": math.nan}, {"counts_equal": False}, {"ids_equal": False}]
+)
+def test_evaluations_counts_and_samples_decide_too(change: dict[str, float]):
+    verdict = judge(replace(SAME, **change), STRICT)
+    assert (verdict.ok, verdict.first_step) == (False, None)
+
+
+def test_differences_at_the_limit_are_allowed():
+    at = replace(SAME, losses=[LIMIT] * 3, grad_norms=[LIMIT] * 3, weights={"w": LIMIT}, evals=LIMIT)
+    assert judge(at, STRICT).ok
+
+
+def test_what_a_twin_drifts_is_allowed_ten_times_from_that_step_on():
+    assert allow(LIMIT, None, 3) == STRICT
+    assert allow(LIMIT, SAME, 3) == STRICT
+    drift = 3 * LIMIT
+    twin = replace(SAME, losses=[0.0, drift, 0.0], weights={"w": drift})
+    allowed = allow(LIMIT, twin, 3)
+    assert allowed.losses == pytest.approx([LIMIT, MARGIN * drift, MARGIN * drift])
+    assert allowed.weight == pytest.approx(MARGIN * drift) and not allowed.depends_on_micro
+
+
+@pytest.mark.parametrize("first", [2 * LIMIT, math.nan])
+def test_a_twin_that_parts_at_its_first_step_widens_nothing(first: float):
+    allowed = allow(LIMIT, replace(SAME, losses=[first, 0.0, 0.0]), 3)
+    assert allowed.depends_on_micro and allowed.losses == [LIMIT] * 3
+
+
+def test_a_metric_of_hits_may_jump_by_one_sample_and_a_loss_by_none():
+    def scores(loss: float, hits: float, count: int = 10) -> dict[str, dict[str, float]]:
+        return {"val": {"loss": loss, "count": count, "accuracy": hits / count}}
+
+    assert evals(scores(2.0, 5), scores(2.0, 6)) == (0.0, True)
+    assert evals(scores(2.0, 5), scores(2.0, 7))[0] == pytest.approx(0.4)
+    assert evals(scores(2.0, 5), scores(2.2, 5))[0] == pytest.approx(0.1)
+    assert evals(scores(2.0, 5), scores(2.0, 5.5))[0] > 0, "half a hit is no hit that jumped"
+    assert evals(scores(2.0, 5), scores(2.0, 5, 11))[1] is False
+    assert evals(scores(2.0, 5), {})[1] is False
+    assert math.isnan(evals(scores(2.0, 5), scores(math.nan, 5))[0])
+
+
+def written(folder: Path, weights: dict[str, Tensor], peaks: dict[str, Tensor] | None = None) -> Path:
+    folder.mkdir()
+    save_file(weights, folder / WEIGHTS)
+    save_file(peaks or {name: torch.ones_like(each) for name, each in weights.items()}, folder / LARGEST)
+    return folder
+
+
+def test_weights_that_are_missing_or_of_another_shape_are_infinitely_far(tmp_path: Path):
+    one = written(tmp_path / "one", {"w": torch.ones(3), "v": torch.ones(2)})
+    assert weight_differences(one, written(tmp_path / "same", {"w": torch.ones(3), "v": torch.ones(2)})) == {
+        "w": 0.0,
+        "v": 0.0,
+    }
+    found = weight_differences(one, written(tmp_path / "other", {"w": torch.ones(3, 1), "u": torch.ones(2)}))
+    assert found == {"u": math.inf, "v": math.inf, "w": math.inf}
+
+
+def test_elements_driven_by_noise_are_left_out_and_those_without_gradients_are_not(tmp_path: Path):
+    peaks = {"w": torch.tensor([1.0, 1e-9, 0.0])}
+    one = written(tmp_path / "one", {"w": torch.ones(3)}, peaks)
+    noisy = written(tmp_path / "noisy", {"w": torch.tensor([1.0, 5.0, 1.0])})
+    assert weight_differences(one, noisy) == {"w": 0.0}
+    still = written(tmp_path / "still", {"w": torch.tensor([1.0, 1.0, 5.0])})
+    assert weight_differences(one, still)["w"] > 1
