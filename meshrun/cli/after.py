@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
-import math
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -21,7 +20,7 @@ import torch
 from torch import nn
 
 from meshrun.config import RunDirectory, write_json
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import RunFailed, UserError, described
 from meshrun.experiment import Experiment
 from meshrun.state.weights import load_weights
 
@@ -65,7 +64,13 @@ def finish_with(
             text=f"what was to be done after the training failed{where_and_why(why)}; the training itself is kept",
         )
     result = {**result, "after": values}
-    write_json(run.path / "result.json", result)
+    try:
+        write_json(run.path / "result.json", result)
+    except OSError as error:
+        raise RunFailed(
+            f"the result of the training is kept, but not what was done after it: cannot write "
+            f"{run.path / 'result.json'}: {error.strerror}"
+        ) from error
     return result
 
 
@@ -79,10 +84,8 @@ def _values(returned: Any) -> dict[str, Any] | None:
 
 
 def as_json(value: Any) -> Any:
-    """A value as a JSON document can hold it: tensors and arrays as lists, what is no number as null."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, str | int):
+    """A value as a document can hold it: tensors and arrays as lists."""
+    if value is None or isinstance(value, str | int | float):
         return value
     if isinstance(value, Mapping):
         return {str(key): as_json(each) for key, each in value.items()}
@@ -99,4 +102,4 @@ def where_and_why(error: BaseException) -> str:
         return f": {error}"
     own = [each for each in traceback.extract_tb(error.__traceback__) if "-packages" not in each.filename]
     line = f" in {own[-1].filename}:{own[-1].lineno}" if own and own[-1].filename != __file__ else ""
-    return f"{line}: {type(error).__name__}: {str(error).strip() or 'no message'}"
+    return f"{line}: {described(error)}"

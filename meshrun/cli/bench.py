@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import sys
 from collections.abc import Iterator
 
+from meshrun import strict_json
 from meshrun.cli.bench_rank import one_rank, show_rank
 from meshrun.cli.bench_sides import MESHRUN, device_of, measured, peers_of
 from meshrun.cli.bench_table import document_of, show, show_bound
@@ -105,7 +105,7 @@ def _bound(words: list[str]) -> int:
         about, taken = measured(asked, [MESHRUN], rounds=3)
     document = {"target": asked.target.label, **document_of(about, taken, {})}
     if asked.as_json:
-        print(json.dumps(document))
+        print(strict_json.dumps(document))
     else:
         show_bound(document, about)
     return 0
@@ -121,7 +121,7 @@ def _train(words: list[str]) -> int:
     document = {"target": asked.target.label, "rounds": asked.beyond["rounds"], "steps": asked.beyond["steps"]}
     document |= document_of(about, taken, left_out)
     if asked.as_json:
-        print(json.dumps(document))
+        print(strict_json.dumps(document))
     else:
         show(document, about)
     return 0
@@ -135,7 +135,7 @@ def _rank(words: list[str]) -> int:
     with _stdout_kept(True):
         found = one_rank(asked)
     if asked.as_json:
-        print(json.dumps({"target": asked.target.label, "rows": [dataclasses.asdict(found)], "ratios": {}}))
+        print(strict_json.dumps({"target": asked.target.label, "rows": [dataclasses.asdict(found)], "ratios": {}}))
     else:
         show_rank(asked.target.label, found)
     return 0

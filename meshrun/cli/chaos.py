@@ -12,7 +12,6 @@ Slurm on virtual nodes, and it is nodes, the network between them and Slurm itse
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from meshrun import strict_json
 from meshrun.check import cluster_faults  # noqa: F401 - adds its kinds
 from meshrun.check.chaos import Chaos, Outcome, Place
 from meshrun.check.cluster import Cluster
@@ -98,7 +98,7 @@ def chaos_command(asked: Asked) -> int:
         outcome = chaos.strike(faults, shown.tell)
     found = {**outcome.document(), "seed": seed, "seconds": round(time.monotonic() - began, 1)}
     if asked.as_json:
-        print(json.dumps(found))
+        print(strict_json.dumps(found))
     else:
         _show(found, asked.target.label, console)
     if not outcome.failures and keep is None:
@@ -162,12 +162,16 @@ def armed_text(target: Target) -> str:
 def _document(asked: Asked, usual: dict[str, Any]) -> dict[str, Any]:
     """The options of the runs, as a file has them."""
     config = asked.config.to_json()
-    given = {name: value for name, value in config.items() if name not in ("target", "options", "arguments", "runs")}
+    given = {
+        name: value
+        for name, value in config.items()
+        if name not in ("target", "options", "arguments", "command", "runs")
+    }
     given = {name: value for name, value in given.items() if value is not None and name not in FIXED}
     if given.get("checkpoint") == "auto":
         del given["checkpoint"]
     steps = given.get("steps", usual["steps"])
-    return {**usual, "eval_every": max(1, steps // 2), **given, **FIXED, **asked.config.options}
+    return {**usual, "eval_every": max(1, steps // 8), **given, **FIXED, **asked.config.options}
 
 
 def _folder(keep: Path | None) -> Path:

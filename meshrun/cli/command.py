@@ -26,7 +26,7 @@ from typer.core import TyperCommand
 
 from meshrun.cli.options import REQUIRED, Option, options_of, run_options, to_document
 from meshrun.cli.target import Target, find
-from meshrun.config import FORMAT, RunConfig, RunDirectory, option_fields, read_file
+from meshrun.config import RunConfig, RunDirectory, option_fields, read_file, without_secrets
 from meshrun.errors import UserError
 
 GENERAL = [
@@ -38,7 +38,7 @@ SHADOWABLE = ("steps", "epochs", "batch", "micro", "seed", "clip", "precision", 
 """Options of a run that an experiment function may have as parameters of its own, which then get the value."""
 FOR_SCRIPTS = (
     *("procs", "layout", "device", "backend", "threads", "port", "timeout", "name", "runs", "restarts"),
-    *("nodes", "join", "site"),
+    *("nodes", "join", "site", "hang_after", "on_hang"),
 )
 """Options of a run that make sense for a plain script; all other words are the script's."""
 OF_VERIFY = [
@@ -55,14 +55,15 @@ OF_VERIFY = [
         None,
         "Largest relative difference, where the model itself rounds by no more: 1e-5, in bf16 1e-3, in float8 1e-2.",
     ),
+    Option("resume", bool, True, "Save a checkpoint on the way, and compare what resumes from it."),
     Option("timeout", float, 120.0, "Seconds that a rank waits for the others before it gives up."),
     Option("keep", Path, None, "Folder to keep logs, weights and all that was compared in."),
 ]
 NOT_FOR_RESUME = ("name", "runs")
 """Options of a run that decide its directory, which is there already."""
-OF_ONE_START = ("join", "port")
-"""Options that say where nodes meet: they hold for one start of a run, and not for the next."""
-BEYOND_A_RUN = ("layouts", "tolerance", "keep")
+OF_ONE_START = ("join", "port", "from_start")
+"""Options that hold for one start of a run, and not for the next: where nodes meet, and how it begins."""
+BEYOND_A_RUN = ("layouts", "tolerance", "keep", "resume")
 """Options of `verify` that say nothing on a single run."""
 NOT_FOR_VERIFY = (
     *("procs", "layout", "epochs", "eval_every", "workers", "prefetch", "port", "name", "runs", "tensorboard"),
@@ -83,6 +84,9 @@ NOT_FOR_CHAOS = (
     *("restarts", "on_hang", "record_ids", "spare", "nodes", "join", "deadline", "site"),
 )
 """Options of a run that `chaos` decides by itself, or has with another meaning."""
+OF_RESUME = [
+    Option("from_start", bool, False, "Begin at step 0 if the run has no checkpoint, which is refused otherwise.")
+]
 OF_STAGE = [Option("verify", bool, False, "Fetch nothing; check that all is as it was staged.")]
 
 
@@ -97,6 +101,8 @@ class Asked:
     """The command's own options, which are none of a run."""
     run: RunDirectory | None = None
     """The run to go on with."""
+    document: dict[str, Any] = field(default_factory=dict)
+    """The config.json of that run, as it was when the command line was read."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +138,7 @@ def parse_chaos(words: list[str]) -> Asked | None:
     """Read the words after `chaos`; None when they only asked for help."""
     of_run = [each for each in run_options() if each.name not in NOT_FOR_CHAOS]
     beyond = tuple(each.name for each in OF_CHAOS)
-    return parse_words(Command("chaos", "Strike faults into runs of", [*OF_CHAOS, *of_run], beyond=beyond), words)
+    return parse_words(Command("chaos", "Inject faults into runs of", [*OF_CHAOS, *of_run], beyond=beyond), words)
 
 
 def parse_stage(words: list[str]) -> Asked | None:
@@ -144,21 +150,25 @@ def parse_stage(words: list[str]) -> Asked | None:
 def parse_resume(words: list[str]) -> Asked | None:
     """Read the words after `resume`; None when they only asked for help."""
     options = [each for each in run_options() if each.name not in NOT_FOR_RESUME]
-    command = Command("resume", "Go on with", options)
+    beyond = tuple(option.name for option in OF_RESUME)
+    command = Command("resume", "Go on with", [*OF_RESUME, *options], beyond=beyond)
     text = _target_in(command, words)
     if text is None:
         if "--help" not in words:
             raise UserError("resume needs a RUN: the directory of a run, such as runs/digits-1")
-        of_any = [("Options of the run, which stay as they were when absent", options), ("General", GENERAL)]
+        of_run = ("Options of the run, which stay as they were when absent", options)
+        of_any = [("Options of resume", OF_RESUME), of_run, ("General", GENERAL)]
         what = "Go on with RUN, a run directory, from its newest checkpoint; after RUN, --help lists all its options."
         invoke(_app(what, of_any, False, dict), ["--help"], "meshrun resume RUN")
         return None
-    run, before = run_at(Path(text))
+    path = Path(text)
+    document = RunDirectory(path).document() if path.is_dir() else {}
+    run, before = run_at(path)
     target = find(before.target)
     if target.entry is None:
         raise UserError(f"{text} is a run of the plain script {target.label}, which keeps no state that meshrun knows")
     asked = _read(command, target, text, words, before)
-    return asked and replace(asked, run=run)
+    return asked and replace(asked, run=run, document=document)
 
 
 def run_at(path: Path) -> tuple[RunDirectory, RunConfig]:
@@ -166,21 +176,7 @@ def run_at(path: Path) -> tuple[RunDirectory, RunConfig]:
     if not path.is_dir():
         raise UserError(f"there is no run {str(path)!r}; give the directory of one, such as runs/digits-1")
     run = RunDirectory(path)
-    try:
-        document = run.document()
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path / 'config.json'} cannot be read: {error}") from None
-    if not document:
-        raise UserError(f"{str(path)!r} is no run: it has no config.json")
-    if document.get("format", 0) > FORMAT:
-        raise UserError(
-            f"{path} has a config.json of format {document['format']}, but this meshrun knows formats up to {FORMAT}; "
-            f"use the version of meshrun that wrote it, or a newer one"
-        )
-    try:
-        return run, RunConfig.from_json(document["config"])
-    except (KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{path / 'config.json'} is not what this version of meshrun writes: {error}") from None
+    return run, run.config()
 
 
 def parse_words(command: Command, words: list[str]) -> Asked | None:
@@ -212,7 +208,10 @@ def _read(command: Command, target: Target, text: str, words: list[str], before:
     seen: list[Asked] = []
 
     def collect(given: dict[str, Any], rest: list[str]) -> None:
-        seen.append(_asked(command, target, own, others, given, rest, before))
+        asked = _asked(command, target, own, others, given, rest, before)
+        seen.append(
+            replace(asked, config=replace(asked.config, command=("meshrun", command.name, *without_secrets(words))))
+        )
 
     rest = list(words)
     rest.remove(text)

@@ -43,6 +43,7 @@ def override(experiment: Experiment, config: RunConfig) -> tuple[Experiment, flo
             for name, data in experiment.evals.items()
         }
     changed = dataclasses.replace(experiment, **changes)
+    changed.refuse_impossible_length()
     ratio = changed.batch / experiment.batch
     if ratio == 1.0:
         return changed, 1.0, ""

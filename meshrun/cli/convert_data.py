@@ -11,7 +11,6 @@ Killed or out of space, the same command goes on where it was. The same inputs g
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from enum import StrEnum
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshrun import strict_json
 from meshrun.errors import StoppedByHand, UserError
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def _check(dest: Path, shown: Shown, as_json: bool) -> int:
     problems = checked(dest, shown)
     shown.end()
     if as_json:
-        print(json.dumps({"destination": str(dest), "ok": not problems, "problems": problems}))
+        print(strict_json.dumps({"destination": str(dest), "ok": not problems, "problems": problems}))
     elif not problems:
         print(f"{dest} is as it was made")
     for problem in problems:
@@ -209,7 +209,7 @@ def _tell(made: Converted, seconds: float, as_json: bool) -> None:
     if as_json:
         names = ("kind", "samples", "bytes", "tokens", "sha256", "bad", "empty", "resumed")
         document = {"destination": str(made.destination), **{name: getattr(made, name) for name in names}}
-        print(json.dumps({**document, "seconds": round(seconds, 3)}))
+        print(strict_json.dumps({**document, "seconds": round(seconds, 3)}))
         return
     tokens = f", {made.tokens:,} tokens" if made.tokens is not None else ""
     print(f"{made.destination}: {made.samples:,} {what}{tokens}, {made.bytes / 1e6:,.1f} MB in {seconds:.1f} s")

@@ -9,7 +9,6 @@ Exit status 0: nothing was found; 1: something was.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshrun import strict_json
 from meshrun.config import RUNS
 from meshrun.errors import UserError
 from meshrun.world import detect
@@ -58,7 +58,7 @@ def doctor_command(
             print(f"meshrun: {finding.what} ({finding.fix})", file=sys.stderr)
         return 1
     if as_json:
-        print(json.dumps(document(seen)))
+        print(strict_json.dumps(document(seen)))
     else:
         _show(seen)
     return 1 if seen.findings else 0

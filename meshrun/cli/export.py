@@ -7,22 +7,21 @@ meshrun export runs/llama-1/checkpoints/step-00000120 --to torch --out model.pt
 
 from __future__ import annotations
 
-import json
 import time
-from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshrun import strict_json
 from meshrun.errors import UserError
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from meshrun.cli.model_record import ModelRecord
     from meshrun.state.checkpoint import Checkpoint
-    from meshrun.state.export import Rename
 
 
 class Form(StrEnum):
@@ -36,19 +35,6 @@ class Form(StrEnum):
 ENDINGS = {Form.SAFETENSORS: ".safetensors", Form.HF: "-hf", Form.TORCH: ".pt"}
 
 
-@dataclass(frozen=True)
-class About:
-    """What only the run's program knows of its model."""
-
-    tied: dict[str, str] = field(default_factory=dict)
-    """Second names of weights."""
-    config: dict[str, Any] | None = None
-    """Hugging Face's config.json, of a model that has one."""
-    rename: Rename = str
-    """From the model's own names to Hugging Face's."""
-    note: str | None = None
-
-
 def export_command(
     path: Annotated[Path, typer.Argument(metavar="RUN_OR_CHECKPOINT", help="A run directory, or a checkpoint in it.")],
     to: Annotated[Form, typer.Option(help="One safetensors file, a Hugging Face folder, or a torch state dict.")],
@@ -57,6 +43,9 @@ def export_command(
     best: Annotated[bool, typer.Option("--best", help="The checkpoint that scored best.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+    run_program: Annotated[
+        bool, typer.Option("--run-program", help="Run the program that the run names, to learn of its model.")
+    ] = False,
 ) -> int:
     """Write a checkpoint's weights for other programs."""
     del debug  # for `main`
@@ -70,33 +59,44 @@ def export_command(
     destination = out or _beside(folder) / f"{folder.name}{ENDINGS[to]}"
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination} is there already; remove it, or export to another place (--out)")
-    about = _about(folder) if to is not Form.SAFETENSORS else About()
+    record, why = _described(folder, run_program) if to is not Form.SAFETENSORS else (None, "")
+    note = _note(to, record, why)
     began = time.perf_counter()
     try:
-        written = _export(checkpoint, to, destination, about)
+        written = _export(checkpoint, to, destination, record)
     except OSError as error:
         raise UserError(f"cannot write {destination}: {error.strerror} (--out)") from None
     seconds = time.perf_counter() - began
     result = {"checkpoint": str(folder), "step": checkpoint.step, "to": str(to), "out": str(destination)}
     if as_json:
-        print(json.dumps({**result, "bytes": written, "seconds": round(seconds, 3), "note": about.note}))
+        print(strict_json.dumps({**result, "bytes": written, "seconds": round(seconds, 3), "note": note}))
     else:
         print(f"{destination}: {written / 1e6:,.1f} MB of step {checkpoint.step:,} in {seconds:.1f} s")
-        if about.note:
-            print(about.note)
+        if note:
+            print(note)
     return 0
 
 
-def _export(checkpoint: Checkpoint, to: Form, destination: Path, about: About) -> int:
+def _export(checkpoint: Checkpoint, to: Form, destination: Path, record: ModelRecord | None) -> int:
     from meshrun.state.export import to_hf, to_safetensors, to_torch
 
     match to:
         case Form.SAFETENSORS:
             return to_safetensors(checkpoint, destination)
+        case Form.HF if record is not None:
+            return to_hf(checkpoint, destination, _hf_config(record, checkpoint), record.hf_name)
         case Form.HF:
-            return to_hf(checkpoint, destination, about.config, about.rename)
+            return to_hf(checkpoint, destination)
         case Form.TORCH:
-            return to_torch(checkpoint, destination, about.tied)
+            return to_torch(checkpoint, destination, record.tied if record is not None else None)
+
+
+def _hf_config(record: ModelRecord, checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """The recorded config; a recipe's names no type, and gets the one that its weights were saved in."""
+    if record.hf_config is None:
+        return None
+    kind = next(str(info.dtype) for name, info in checkpoint.tensors.items() if name.startswith("model/"))
+    return {"torch_dtype": kind.removeprefix("torch."), **record.hf_config}
 
 
 def _run_of(folder: Path) -> Path | None:
@@ -109,21 +109,30 @@ def _beside(folder: Path) -> Path:
     return (_run_of(folder) or folder.parent) / "export"
 
 
-def _about(folder: Path) -> About:
-    """Ask the run's program for its model, which costs no memory: it is built without values."""
+def _described(folder: Path, run_program: bool) -> tuple[ModelRecord | None, str]:
+    """What is known of the model beside its weights, and what to tell the user where nothing is.
+
+    A run directory may come from anybody: the program that its config.json names is run only if the user says so.
+    """
+    from meshrun.cli.model_record import ModelRecord, record_of
     from meshrun.cli.target import find, make
     from meshrun.config import RunDirectory
 
     run = _run_of(folder)
     if run is None:
-        return About(note=f"{folder} is in no run directory: tied weights and config.json are not known")
-    config = RunDirectory(run).config()
+        return None, f"{folder} is in no run directory"
+    record = ModelRecord.read(run)
+    if record is not None and not run_program:
+        return record, ""
     try:
-        model = _model(make(find(config.target), config.options, config.data).model)
+        config = RunDirectory(run).config()
+        target = find(config.target)
+        if target.recipe or run_program:
+            return record_of(_model(make(target, config.options, config.data).model)), ""
     except Exception as error:
         # The weights are all there; the program may need a machine, or files, that are not here.
-        return About(note=f"the model of {config.target} cannot be built here ({error}): config.json is not written")
-    return _of_model(model)
+        return None, f"the model of {run} cannot be built here ({error})"
+    return None, f"{run} has no model.json; --run-program builds the model by running {config.target}"
 
 
 def _model(make_model: Any) -> nn.Module:
@@ -133,19 +142,12 @@ def _model(make_model: Any) -> nn.Module:
         return make_model()
 
 
-def _of_model(model: nn.Module) -> About:
-    first: dict[int, str] = {}
-    tied = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if (original := first.setdefault(id(parameter), name)) != name:
-            tied[name] = original
-    from meshrun.recipes import llama
-
-    if isinstance(model, llama.Llama):
-        names = dict(zip(dict(model.named_parameters()), llama.hf_parameters(model), strict=True))
-        dtype = str(model.embed.weight.dtype).removeprefix("torch.")
-        return About(tied, {**llama.hf_config(model.shape), "torch_dtype": dtype}, lambda name: names.get(name, name))
-    to_json = getattr(getattr(model, "config", None), "to_json_string", None)
-    if to_json is None:
-        return About(tied, note=f"{type(model).__name__} has no config of Hugging Face's: config.json is not written")
-    return About(tied, {**json.loads(to_json()), "architectures": [type(model).__name__]})
+def _note(to: Form, record: ModelRecord | None, why: str) -> str | None:
+    """What the export lacks, and why."""
+    if record is None and to is Form.TORCH:
+        return f"second names of tied weights, should the model have any, are left out: {why}"
+    if record is None and to is Form.HF:
+        return f"config.json is not written: {why}"
+    if record is not None and record.hf_config is None and to is Form.HF:
+        return f"config.json is not written: {record.model} is no Hugging Face model"
+    return None

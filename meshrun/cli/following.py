@@ -9,7 +9,6 @@ chain.
 from __future__ import annotations
 
 import contextlib
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from typing import Any
 
 from rich.console import Console
 
+from meshrun import strict_json
 from meshrun.config import RunDirectory
 from meshrun.errors import RunFailed
 from meshrun.launch.chain import Record, is_complete
@@ -26,6 +26,7 @@ from meshrun.launch.reasons import pending
 from meshrun.launch.slurm import Job, Slurm
 from meshrun.observe.events import read_events
 from meshrun.observe.failures import told_in
+from meshrun.observe.history import table
 from meshrun.observe.story import Follow, Story
 
 LOOK = 0.5
@@ -87,7 +88,7 @@ def follow(slurm: Slurm, run: Path, told: dict[str, Any] | None = None, quiet: b
     failed = next((end for end in ends if end.status), None)
     if told is not None:
         several = {"runs": [end.document() for end in ends]}
-        print(json.dumps({**told, **(ends[0].document() if len(runs) == 1 else several)}))
+        print(strict_json.dumps({**told, **(ends[0].document() if len(runs) == 1 else several)}))
         if failed is not None:
             print(f"meshrun: {failed.sentence}", file=sys.stderr)
         return 0 if failed is None else 1
@@ -175,7 +176,7 @@ def watch(slurm: Slurm, run: Path) -> Iterator[Job | End | None]:
 def ended(run: Path, record: Record, job: Job | None) -> End:
     """How a run has ended, from its record and its files, and from Slurm where these say nothing."""
     directory, id = RunDirectory(run), record.jobs[-1] if record.jobs else "?"
-    result, stopped, values = _result(run), directory.stopped(), values_of(record)
+    result, stopped, values = directory.result(), directory.stopped(), values_of(record)
     what = record.links[-1].what if record.links and record.ended else ""
     # Who has gone on with it by hand after its last job may have brought it to its end.
     if result is not None and (what == "complete" or is_complete(directory)):
@@ -200,13 +201,14 @@ def ended(run: Path, record: Record, job: Job | None) -> End:
 
 def values_of(record: Record) -> str:
     """What a run of a sweep has of its own, in words."""
-    return record.submission.sweep[record.index].values if record.index is not None else ""
+    sweep, index = record.submission.sweep, record.index
+    return sweep[index].values if index is not None and 0 <= index < len(sweep) else ""
 
 
 def _completed(run: Path, result: dict[str, Any]) -> str:
     scores = "".join(
         f", {name} {metric} {value:.4f}"
-        for name, found in result.get("eval", {}).items()
+        for name, found in table(result.get("eval")).items()
         for metric, value in found.items()
         if metric not in ("count", "skipped")
     )
@@ -249,11 +251,3 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(errors="replace").splitlines()
     except OSError:
         return []
-
-
-def _result(run: Path) -> dict[str, Any] | None:
-    try:
-        found: dict[str, Any] = json.loads((run / "result.json").read_text())
-    except (OSError, ValueError):
-        return None
-    return found

@@ -8,17 +8,24 @@ meshrun inspect runs/digits-1/checkpoints/step-00000120 --json
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshrun import strict_json
+
 if TYPE_CHECKING:
     from meshrun.state.checkpoint import Checkpoint
 
 SHOWN = 12
 """Values of the state that are printed; all are in the JSON document."""
+KINDS = ("model", "buffer", "optimizer", "rng", "totals")
+"""The first parts of tensors' names, in the order in which they are listed."""
+INTERNAL = ("step", "layout", "world", "habits", "kept", "groups", "totals", "draws")
+"""Values that are printed above the others, or that only a resumed run can use."""
 
 
 def inspect_command(
@@ -37,13 +44,13 @@ def inspect_command(
         checkpoint = Checkpoint.open(folder)
     except BadCheckpoint as error:
         if as_json:
-            print(json.dumps({"checkpoint": str(folder), "ok": False, "problems": [str(error)]}))
+            print(strict_json.dumps({"checkpoint": str(folder), "ok": False, "problems": [str(error)]}))
         else:
             print(f"meshrun: {error}", file=sys.stderr)
         return 1
     problems = _verified(checkpoint, quiet=as_json)
     if as_json:
-        print(json.dumps(document(checkpoint, problems)))
+        print(strict_json.dumps(document(checkpoint, problems)))
     else:
         _print(checkpoint, problems)
     return 1 if problems else 0
@@ -55,7 +62,7 @@ def document(checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any]:
 
     tensors = [
         {"name": name, "dtype": str(info.dtype).removeprefix("torch."), "shape": list(info.shape), "bytes": info.bytes}
-        for name, info in checkpoint.tensors.items()
+        for name, info in sorted(checkpoint.tensors.items(), key=lambda item: _place(item[0]))
     ]
     return {
         "checkpoint": str(checkpoint.path),
@@ -69,6 +76,14 @@ def document(checkpoint: Checkpoint, problems: list[str]) -> dict[str, Any]:
         "tensors": tensors,
         "state": plain(checkpoint.state),
     }
+
+
+def _place(name: str) -> tuple[int, list[tuple[int, str]]]:
+    """Where a tensor is listed: kind after kind, and numbers in names by their value."""
+    kind = name.partition("/")[0]
+    parts = re.split(r"(\d+)", name)
+    numbers = [(int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in parts]
+    return KINDS.index(kind) if kind in KINDS else len(KINDS), numbers
 
 
 def _verified(checkpoint: Checkpoint, quiet: bool) -> list[str]:
@@ -98,7 +113,7 @@ def _print(checkpoint: Checkpoint, problems: list[str]) -> None:
     ranks = f"{checkpoint.world} rank{'s' * (checkpoint.world != 1)}"
     print(f"\nstep {checkpoint.step:,}, saved on {_printable(checkpoint.layout)} by {ranks}")
     print(f"{len(checkpoint.tensors):,} tensors, {size(checkpoint.bytes)} in {files} file{'s' * (files != 1)}")
-    for name, value in list(checkpoint.state.items())[:SHOWN]:
+    for name, value in [each for each in checkpoint.state.items() if each[0] not in INTERNAL][:SHOWN]:
         text = json.dumps(value)
         print(f"  {_printable(name)}: {text if len(text) <= 100 else text[:97] + '…'}")
     if problems:
@@ -106,7 +121,7 @@ def _print(checkpoint: Checkpoint, problems: list[str]) -> None:
             print(f"meshrun: {problem}", file=sys.stderr)
         print(f"damaged: {len(problems)} problem{'s' * (len(problems) != 1)}")
     else:
-        print("every byte is as it was written")
+        print("all checksums are right")
 
 
 def _printable(text: str) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from meshrun.cli.command import Asked
 from meshrun.cli.job_options import options_in_text, parse_submit
 from meshrun.cli.options import run_options
-from meshrun.config import RunConfig, seconds_in
+from meshrun.config import RunConfig, seconds_in, whole_number, without_secrets
 from meshrun.data.shuffle import Shuffle
 from meshrun.errors import UserError
 from meshrun.launch import limits, probe
@@ -233,7 +233,7 @@ def _submission(
         name=run.name,
         run=run,
         # As it is typed to submit it, so that what is shown is what would be sent.
-        command=("meshrun", command, *(word for word in words if word != "--dry-run")),
+        command=("meshrun", command, *without_secrets(word for word in words if word != "--dry-run")),
         python=sys.executable,
         resources=resources,
         rules=rules_of(site) if site is not None else Rules(),
@@ -247,7 +247,7 @@ def _submission(
 def _free(runs: Path, name: str) -> int:
     """The number that a run of this name would get."""
     taken = [path.name.removeprefix(f"{name}-") for path in (runs.iterdir() if runs.is_dir() else ())]
-    return max((int(text) for text in taken if text.isdigit()), default=0) + 1
+    return max((each for text in taken if (each := whole_number(text)) is not None), default=0) + 1
 
 
 def _setup(path: Path | None) -> str:

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from meshrun import strict_json
 from meshrun.config import RUNS
 from meshrun.errors import UserError
 
@@ -30,7 +31,7 @@ def jobs_command(runs: Runs = RUNS, as_json: AsJson = False, debug: Debug = Fals
 
     found = rows(Slurm.here(), runs)
     if as_json:
-        print(json.dumps({"jobs": [vars(row) for row in found]}))
+        print(strict_json.dumps({"jobs": [vars(row) for row in found]}))
     else:
         for row in found:
             print(row.line())

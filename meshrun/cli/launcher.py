@@ -8,7 +8,6 @@ as_agent(asked, world, wanted, nursery)  # where Slurm or MPI has started one ta
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -17,18 +16,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
+from meshrun import strict_json
 from meshrun.cli.command import Asked
 from meshrun.cli.node_cache import kept_on_node
-from meshrun.config import RunConfig, RunDirectory
-from meshrun.errors import CutOff, RunFailed, SharedError, UserError
+from meshrun.cli.target import find
+from meshrun.config import RunConfig, RunDirectory, remove
+from meshrun.errors import CutOff, RunFailed, SharedError, UserError, printable
 from meshrun.launch import agents
 from meshrun.launch.anew import run_of
 from meshrun.launch.head import Wanted
-from meshrun.launch.job import PARENT, Interrupted, Job, Tell, Verdict
+from meshrun.launch.job import PARENT, Failure, Interrupted, Job, Tell, Verdict
 from meshrun.launch.local import Lookout, launch
 from meshrun.launch.lock import lock
 from meshrun.launch.memory import Memory
@@ -41,7 +42,7 @@ from meshrun.observe.events import EventFile
 from meshrun.observe.failures import first_failure
 from meshrun.observe.report import write_report
 from meshrun.observe.story import Follow, Story
-from meshrun.observe.watch import Watcher
+from meshrun.observe.watch import ScriptWatcher, Watcher
 from meshrun.train.deadline import deadline_of
 from meshrun.world import World, detect
 from meshrun.world.environment import inherited
@@ -69,34 +70,47 @@ def lead(asked: Asked, nursery: Nursery | None, wanted: Wanted, open_hub: OpenHu
         with (
             lock(run, _say),
             _obeyed(run),
+            _renewed(asked, run),
             _scene(config, run, str(os.getpid()), story, began) as (memory, tell),
             Follow(story, run.events_of(0), run.log_of(0)),
         ):
-            run.stopped_file.unlink(missing_ok=True)  # else a signal now would seem to have been obeyed
-            if asked.run is not None:
-                run.renew_config(config)
+            remove(run.stopped_file)  # else a signal now would seem to have been obeyed
             hub = open_hub(run, tell)
             job = _job(config, run, memory, config.procs)
             watch = Watching(memory, run, config, tell, several=hub is not None)
             wanted = replace(wanted, folder=str(run.path))
+            if asked.target.entry is None:
+                ranks = f"{config.procs} rank{'s' * (config.procs != 1)}"
+                tell("note", text=f"{asked.target.label}: a plain script on {ranks}  ->  {run.path}/logs")
             failures = launch(job, watch, tell, nursery, hub, wanted, lookout_of(run, config, inherited()))
+            if failures:
+                raise _failure_of(run, memory, failures, began[0])
     except Interrupted as stopped:
         return _stopped_in_time(run, stopped, ends)
-    if failures:
-        with contextlib.suppress(Exception):  # a picture of what was reached, where there is enough for one
-            write_report(run.path)
-        ended = {each.rank: each.how for each in failures}
-        failed = first_failure(run, ended, socket.gethostname(), since=began[0])
-        cut_off = all(each.is_lost for each in failures)
-        raise (UserError if failed.by_user else CutOff if cut_off else RunFailed)(failed.text)
     if asked.target.entry is None:
         return {"run": str(run.path), "world": config.procs}
     return _reached(run)
 
 
+def _renewed(asked: Asked, run: RunDirectory) -> contextlib.AbstractContextManager[None]:
+    """Writes the configuration of a run that is resumed; who enters it holds the run's lock."""
+    return run.renewed(asked.config, asked.document) if asked.run is not None else contextlib.nullcontext()
+
+
+def _failure_of(run: RunDirectory, memory: Path, failures: list[Failure], since: float) -> UserError | RunFailed:
+    """Why the run has failed: what the first of its ranks said that failed."""
+    with contextlib.suppress(Exception):  # a picture of what was reached, where there is enough for one
+        write_report(run.path)
+    ended = {each.rank: each.how for each in failures}
+    failed = first_failure(run, ended, socket.gethostname(), since=since, memory=memory)
+    if failed.by_user:
+        return UserError(failed.text)
+    return (CutOff if all(each.is_lost for each in failures) else RunFailed)(failed.text)
+
+
 def _say(text: str) -> None:
     """What is to be told before there is a story to tell it in."""
-    print(f"meshrun: {text}", file=sys.stderr, flush=True)
+    print(f"meshrun: {printable(text)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -105,7 +119,7 @@ def _obeyed(run: RunDirectory) -> Iterator[None]:
     try:
         yield
     finally:
-        run.stop_file.unlink(missing_ok=True)
+        remove(run.stop_file)
 
 
 def _stopped_in_time(run: RunDirectory, by: Interrupted, ends: Ends) -> dict[str, Any]:
@@ -139,8 +153,7 @@ def lookout_of(run: RunDirectory, config: RunConfig, env: Mapping[str, str]) -> 
 
 def _reached(run: RunDirectory) -> dict[str, Any]:
     """The result of a run that has stopped in time or come to its end."""
-    found: dict[str, Any] = (run.stopped() or {}).get("result") or json.loads((run.path / "result.json").read_text())
-    return found
+    return (run.stopped() or {}).get("result") or strict_json.read(run.path / "result.json")
 
 
 def join(
@@ -209,7 +222,7 @@ def _follow(asked: Asked, world: World, runs: Path, nursery: Nursery | None) -> 
         join(post, nursery, Story(Console(quiet=True)), config.timeout, as_one=True, is_orphan=is_orphan)
     except (UserError, RunFailed) as error:
         if str(error) and not isinstance(error, SharedError):
-            print(f"meshrun: {error}", file=sys.stderr)
+            _say(str(error))
         if isinstance(error, RunFailed) and orphan is not None and orphan.is_one():
             print(f"meshrun: {orphan.requeue()}", file=sys.stderr)
         raise type(error)("") from error
@@ -289,8 +302,13 @@ class Watching:
     """The watcher of ranks, in the launcher's words."""
 
     def __init__(self, memory: Path, run: RunDirectory, config: RunConfig, tell: Tell, several: bool) -> None:
-        self._watcher = Watcher(memory, run.path, config, socket.gethostname(), others=several)
-        self._action, self._tell = config.on_hang, tell
+        script = find(config.target).entry is None
+        kind = ScriptWatcher if script else Watcher
+        self._watcher = kind(memory, run.path, config, socket.gethostname(), others=several)
+        # Ranks of a script may be idle for good reasons, such as a rank of another node that computes.
+        only_told = script and (config.hang_after is None or several)
+        self._action: Literal["restart", "end", "report"] = "report" if only_told else config.on_hang
+        self._tell = tell
         self.started = self._watcher.started
         self.progress, self.patience = self._watcher.progress, self._watcher.patience
         self.takes_long = self._watcher.takes_long

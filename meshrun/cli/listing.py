@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrun.cli.following import ended, values_of
-from meshrun.config import RunDirectory
+from meshrun.config import RunDirectory, whole_number
 from meshrun.errors import UserError
 from meshrun.launch.chain import Record
 from meshrun.launch.reasons import pending
@@ -159,12 +159,16 @@ def _run_of(job: Job) -> Path | None:
     except UserError:
         return None
     index = job.shown.partition("_")[2]
-    return sweep[int(index)].run if index.isdigit() and int(index) < len(sweep) else folder
+    place = whole_number(index)
+    return sweep[place].run if place is not None and place < len(sweep) else folder
 
 
 def _progress(run: RunDirectory) -> tuple[int | None, int | None]:
     """The last step that rank 0 has finished, and how many there are to be."""
-    of: Any = run.document().get("resolved", {}).get("steps")
+    try:
+        of: Any = run.document().get("resolved", {}).get("steps")
+    except UserError:
+        of = None
     try:
         with run.events_of(0).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _BLOCK))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import difflib
-import json
+import errno
 import os
 import re
 import sys
+import sysconfig
 import time
 import traceback
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from meshrun import __version__
+from meshrun import __version__, strict_json
 from meshrun.cli import collecting
 from meshrun.cli.command import Asked, invoke, parse_chaos, parse_resume, parse_run, parse_stage, parse_verify
 from meshrun.cli.convert_data import convert_data_command
@@ -29,12 +30,18 @@ from meshrun.cli.export import export_command
 from meshrun.cli.inspect import inspect_command
 from meshrun.cli.jobs import cancel_command, follow_command, jobs_command
 from meshrun.cli.sites import sites_app
+from meshrun.cli.streams import flush, open_streams
 from meshrun.cli.target import recipes
-from meshrun.errors import CutOff, RunFailed, SharedError, StoppedByHand, UserError
+from meshrun.config import whole_number
+from meshrun.errors import CutOff, RunFailed, SharedError, StoppedByHand, UserError, brief, described, printable
 from meshrun.launch.job import WORTH_A_RESTART
-from meshrun.world import detect
+from meshrun.world import World, detect
 from meshrun.world.bytecode import keep_bytecode
 
+GIVEN_WRONG = frozenset(
+    (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
+)
+"""What a system says of a path that cannot be used, whoever waits for it to change."""
 PATIENCE = 3.0
 """Seconds that a rank with nothing to say waits for the one that has."""
 
@@ -65,7 +72,7 @@ def bench(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
 
 @app.command()
 def chaos(target: Annotated[str, typer.Argument(metavar="TARGET")]) -> None:
-    """Strike faults into runs, and prove that each ends as the run without them."""
+    """Inject faults, and check that training ends with the same weights as without them."""
     del target  # as `run`
 
 
@@ -116,7 +123,7 @@ def list_recipes(as_json: Annotated[bool, typer.Option("--json", help="Print one
     """List the trainings that come with meshrun."""
     found = recipes()
     if as_json:
-        print(json.dumps({"recipes": found}))
+        print(strict_json.dumps({"recipes": found}))
     else:
         for name, text in found.items():
             print(f"{name:<12} {text}")
@@ -125,33 +132,63 @@ def list_recipes(as_json: Annotated[bool, typer.Option("--json", help="Print one
 @app.command()
 def version(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False) -> None:
     """Print the version."""
-    print(json.dumps({"version": __version__}) if as_json else __version__)
+    print(strict_json.dumps({"version": __version__}) if as_json else __version__)
 
 
 def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command line, and exit."""
-    words = sys.argv[1:] if argv is None else argv
+    if argv is None:
+        open_streams()
+    words = ["--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)]
     as_json, debug = "--json" in words, "--debug" in words
     keep_bytecode()
     try:
         status = _dispatch(words)
     except (UserError, RunFailed) as error:
-        by_rank_0 = isinstance(error, SharedError) and detect(os.environ).rank != 0
+        by_rank_0 = isinstance(error, SharedError) and _world().rank != 0
         status = _give_up(error, "" if by_rank_0 else str(error), as_json, debug)
     except KeyboardInterrupt as error:
         status = _give_up(error, "stopped by CTRL-C", as_json, debug=False)
+    except OSError as error:
+        kind = UserError if error.errno in GIVEN_WRONG else RunFailed
+        status = _give_up(kind(_of_system(error)), _of_system(error), as_json, debug)
     except Exception as error:
-        usage = getattr(error, "format_message", None)
-        wrong = UserError(_of_usage(error, usage())) if usage is not None else error
-        status = _give_up(wrong, str(wrong) or type(error).__name__, as_json, debug or usage is None)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    if status and detect(os.environ).size > 1:
+        usage, place = getattr(error, "format_message", None), _place_in_program(error)
+        if usage is not None:
+            wrong = UserError(_of_usage(error, usage()))
+            status = _give_up(wrong, str(wrong), as_json, debug)
+        elif place is not None:
+            status = _give_up(error, f"{described(error)} ({place}; --debug shows the traceback)", as_json, debug)
+        else:  # meshrun's own mistake
+            status = _give_up(error, described(error), as_json, debug=True)
+    if why := flush():
+        print(f"meshrun: {why}", file=sys.stderr, flush=True)
+        status = status or 1
+    if status and _world().size > 1:
         # Without the clean-up at the end of a process: it waits for ranks that may be gone.
         os._exit(status)
     if argv is None:  # else this process may have more to do
         collecting.end()
     sys.exit(status)
+
+
+def _place_in_program(error: Exception) -> str | None:
+    """The innermost line of the user's own program that led to an error; None where there is none."""
+    libraries = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not each.filename.startswith(libraries) and "-packages" not in each.filename]
+    return f"{own[-1].filename}:{own[-1].lineno} in {own[-1].name}" if own else None
+
+
+def _world() -> World:
+    """The place of this process among the ranks of its launcher, for the end of a command that has failed.
+
+    Launcher variables that contradict each other may be why it has failed; such a process is alone.
+    """
+    try:
+        return detect(os.environ)
+    except UserError:
+        return detect({})
 
 
 def _dispatch(words: list[str]) -> int:
@@ -182,7 +219,7 @@ def _dispatch(words: list[str]) -> int:
             return _verify(rest)
         case ["chaos", *rest]:
             return _chaos(rest)
-        case ["next", folder, "--status", status, *rest] if status.isdigit():
+        case ["next", folder, "--status", status, *rest] if whole_number(status) is not None:
             from meshrun.cli.next import next_command
 
             return next_command(Path(folder), int(status), "--json" in rest)
@@ -206,6 +243,8 @@ def _dispatch(words: list[str]) -> int:
             from meshrun.launch.stand_in import stand_in
 
             return stand_in(Path(folder), rest)
+        case ["--version"]:
+            print(__version__)
         case [] | ["--help"]:
             from rich.console import Console
 
@@ -288,14 +327,14 @@ def _parsed_by_all(parse: Callable[[list[str]], Asked | None], words: list[str])
         return _parsed(parse, words)
     except Exception as error:
         _tell_other_nodes(words, parse is parse_resume, str(error))
-        if detect(os.environ).rank != 0:
+        if _world().rank != 0:
             raise UserError("") from None
         raise
 
 
 def _tell_other_nodes(words: list[str], resumes: bool, why: str) -> None:
     """Where one task a node was started: nobody is to wait for this one, which fails, perhaps here alone."""
-    world = detect(os.environ)
+    world = _world()
     if world.nodes == 1 or world.size > world.nodes or world.source == "torchrun":
         return
     from meshrun.launch import agents
@@ -313,7 +352,7 @@ def _trained(asked: Asked, result: dict[str, Any] | None) -> int:
     if result is None:
         return 0
     if asked.as_json:
-        print(json.dumps(result))
+        print(strict_json.dumps(result))
     elif asked.target.entry is not None:
         _summary(result)
     return 0
@@ -330,7 +369,9 @@ def _summary(result: dict[str, Any]) -> None:
         print(f"{name}: {of_scores(scores)}")
     rate = result["samples_per_s"]
     speed = f", {rate:,.0f} samples/s" if rate else ""
-    print(f"{result['steps']:,} steps in {result['seconds']:.1f} s on {result['layout']}{speed}")
+    starts = f"in {len(result['legs'])} starts, the last " if result.get("legs") else ""
+    count = f"{result['steps']:,} step{'s' * (result['steps'] != 1)}"
+    print(f"{count} in {result['seconds']:.1f} s {starts}on {result['layout']}{speed}")
     if how := in_a_line(result.get("chosen", {})):
         print(f"each step: {how}")
     print(f"report: {result['run']}/report.html")
@@ -346,17 +387,25 @@ def _of_usage(error: Exception, text: str) -> str:
     return " ".join(text.split()).rstrip(".") + (f" ({command} --help lists what is valid)" if command else "")
 
 
+def _of_system(error: OSError) -> str:
+    """What the system has refused, of which file: full or read-only disks, missing rights, names that are too long."""
+    files = " and ".join(str(each) for each in (error.filename, error.filename2) if each is not None)
+    return f"{f'{files}: ' * bool(files)}{error.strerror or error}"
+
+
 def _give_up(error: BaseException, text: str, as_json: bool, debug: bool) -> int:
     """Say why, where people and where scripts look for it; returns the exit status."""
     statuses = {UserError: 2, CutOff: WORTH_A_RESTART, KeyboardInterrupt: 130, StoppedByHand: 130}
     status = next((status for kind, status in statuses.items() if isinstance(error, kind)), 1)
+    text = brief(text)
     if debug:
         traceback.print_exception(error)
     if not text:
         # Another rank says it, and must get that far before the launcher ends it because of this one.
         time.sleep(PATIENCE)
         return status
-    print(f"meshrun: {text}", file=sys.stderr)
+    with contextlib.suppress(OSError):  # where nobody can be told, the exit status still says it
+        print(f"meshrun: {printable(text)}", file=sys.stderr)
     if as_json:
-        print(json.dumps({"error": text, "status": status}))
+        print(strict_json.dumps({"error": text, "status": status}))
     return status

@@ -7,11 +7,11 @@ with exit status N. It prints what it does and why into the job's log, and its e
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
 
+from meshrun import strict_json
 from meshrun.config import RunDirectory
 from meshrun.errors import RunFailed, UserError
 from meshrun.launch.chain import Decision, Record, decide, seen_of
@@ -41,7 +41,10 @@ def next_command(run: Path, status: int, as_json: bool) -> int:
     after.save(run)
     if decision.what == "next":
         decision = _go_on(slurm, run, after, decision, id)
-    print(json.dumps({"run": str(run), **vars(decision)}) if as_json else f"meshrun: {decision.sentence}", flush=True)
+    print(
+        strict_json.dumps({"run": str(run), **vars(decision)}) if as_json else f"meshrun: {decision.sentence}",
+        flush=True,
+    )
     return decision.status
 
 

@@ -10,21 +10,31 @@ the next run finds them.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator
+import stat
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from meshrun.config import MEMORY, RunConfig, RunDirectory, made_private
 from meshrun.data import cache
 from meshrun.errors import UserError
+from meshrun.launch.memory import is_locked
 from meshrun.world import disks
 from meshrun.world.environment import inherited
 from meshrun.world.profile import Site
 
+HELD = ".held"
+BEING_MADE = 60.0
+"""Seconds in which a folder for copies that nobody holds yet may be about to be held."""
 OURS = ("auto", "tmp", "memory")
 """Words of `--cache` for which the folder is found, and made, by us."""
+
+
+_holding: int | None = None
 
 
 def copies_of(config: RunConfig, run: RunDirectory, site: Site | None, memory: Path | None) -> Path | None:
@@ -51,10 +61,12 @@ def use_node(
     config: RunConfig, run: RunDirectory, site: Site | None, memory: Path | None, note: Callable[[str], None]
 ) -> None:
     """Have data files copied to the node, and what ranks of the node can share shared, as far as it was asked for."""
+    global _holding
     copies = copies_of(config, run, site, memory)
     try:
         if copies is not None and config.cache in OURS:
-            make_private(copies)
+            leave_node()
+            _holding = _held(copies)
     except OSError as error:
         note(f"data files are read where they are: cannot make {copies}: {error.strerror} (--cache)")
         copies = None
@@ -63,7 +75,41 @@ def use_node(
 
 def leave_node() -> None:
     """After a run: nothing is copied or told any more, in a process that may go on."""
+    global _holding
     cache.use(None, None)
+    if _holding is not None:
+        os.close(_holding)
+        _holding = None
+
+
+def _held(folder: Path) -> int:
+    """Make the folder for copies, and hold it: the kernel lets go of it with the last process of the node's ranks."""
+    while True:
+        make_private(folder)
+        file = os.open(folder / HELD, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+        with contextlib.suppress(OSError):  # a file system without locks: copies of killed runs are never swept
+            fcntl.flock(file, fcntl.LOCK_SH)
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat((folder / HELD).stat(), os.fstat(file)):
+                return file
+        os.close(file)  # a sweep has just removed it
+
+
+def sweep(folders: Iterable[Path]) -> None:
+    """Remove copies of this user in these folders whose runs were killed: nobody holds them any more."""
+    for folder in folders:
+        for copies in folder.glob(f"meshrun-{os.getuid()}-*-node*"):
+            with contextlib.suppress(OSError):
+                found = copies.lstat()
+                if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not _is_held(copies):
+                    shutil.rmtree(copies, ignore_errors=True)
+
+
+def _is_held(copies: Path) -> bool:
+    try:
+        return is_locked(copies / HELD)
+    except FileNotFoundError:  # the folder is being made just now, or an earlier version has left it
+        return time.time() - copies.stat().st_mtime < BEING_MADE
 
 
 def not_copied(config: RunConfig, data: Any) -> list[str]:
@@ -90,7 +136,9 @@ def make_private(folder: Path) -> None:
 
 @contextlib.contextmanager
 def kept_on_node(config: RunConfig, run: RunDirectory, site: Site | None, memory: Path | None) -> Iterator[None]:
-    """Take the copies away in the end; who still has one open keeps it."""
+    """Take the copies away in the end, and those of killed runs now; who still has one open keeps it."""
+    if config.cache in OURS:
+        sweep(_all_places(run, site, None))
     try:
         yield
     finally:

@@ -90,7 +90,7 @@ def warm_up(file: Path) -> None:
 
 def imports_of(file: Path) -> Iterator[str]:
     """The modules that a file imports at its top level."""
-    for node in ast.parse(file.read_text()).body:
+    for node in ast.parse(file.read_bytes()).body:
         if isinstance(node, ast.Import):
             yield from (each.name for each in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import os
 import re
 import types
 import typing
@@ -96,8 +97,10 @@ class Option:
                     return member
             raise self._refusal(text)
         try:
+            if self.kind in (str, Path) and b"\0" in os.fsencode(text):
+                raise self._refusal(text)
             return self.kind(text)
-        except ValueError:
+        except ValueError:  # of text: halves of characters, which JSON can hold
             raise self._refusal(text) from None
 
     def _refusal(self, value: object) -> UserError:

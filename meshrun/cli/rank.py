@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import runpy
 import signal
 import sys
 import time
@@ -22,14 +21,15 @@ from typing import Any
 import torch
 
 from meshrun import mesh
-from meshrun.cli.configured import meeting_of, start_rank
+from meshrun.cli.configured import start_rank
 from meshrun.cli.node_cache import kept_on_node, leave_node
 from meshrun.cli.recorder import Recorder, Tell
-from meshrun.cli.target import Target, find, place_of
-from meshrun.cli.training import afterwards, hear_of_no_reader, train
+from meshrun.cli.script_rank import leave, run_watched
+from meshrun.cli.streams import lose_what_is_refused
+from meshrun.cli.target import Target, find
+from meshrun.cli.training import afterwards, hear_of_no_reader, refuse_unsaved, train
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.data.readers import has_lost_a_reader
-from meshrun.data.staging import use
 from meshrun.errors import CutOff, RunFailed, SharedError, StoppedByHand, UserError
 from meshrun.launch.anew import run_of
 from meshrun.launch.job import WORTH_A_RESTART
@@ -56,11 +56,11 @@ def rank_command(folder: Path, launcher: int, memory: Path | None = None) -> Non
     print_to(run.log_of(rank))
     config = run.config()
     target = find(config.target)
-    recorder = Recorder(run, rank, None)
-    pulse = None
+    recorder = Recorder(run, rank, None, memory)
+    pulse, formed_group = None, False
     try:
         if target.entry is None:
-            run_script(config, target)
+            formed_group = run_watched(config, target, recorder, memory)
         else:
             if memory is not None:
                 pulse = Pulse.open(memory, rank, world.attempt)
@@ -70,11 +70,12 @@ def rank_command(folder: Path, launcher: int, memory: Path | None = None) -> Non
                 trained = train(config, run, target, recorder, memory, pulse, signals)
                 mesh.finish()
             afterwards(trained, run, recorder, pulse)
+            refuse_unsaved(trained)
         recorder("end")
         recorder.close()
+        if formed_group:
+            leave()
     except BaseException as error:
-        if isinstance(error, SystemExit) and error.code in (0, None):
-            raise
         hear_of_no_reader()
         recorder.failure(error, rank)
         sys.stdout.flush()
@@ -89,11 +90,20 @@ def _may_go_away(error: BaseException) -> bool:
     return gone or mesh.of_collectives(error) or has_lost_a_reader(error)
 
 
-def work(config: RunConfig, target: Target, tell: Tell, again: RunDirectory | None = None) -> dict[str, Any]:
-    """Train as a rank that meshrun did not start (torchrun, MPI, Slurm, or alone), in a new run or in one `again`."""
+def work(
+    config: RunConfig,
+    target: Target,
+    tell: Tell,
+    again: RunDirectory | None = None,
+    document: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Train as a rank that meshrun did not start (torchrun, MPI, Slurm, or alone), in a new run or in one `again`.
+
+    `document` is the config.json of that one, from which the configuration was made.
+    """
     here = start_rank(config)
     with contextlib.ExitStack() as held:
-        made, refusal = _owned(config, here, again, held) if here.rank == 0 else (None, "")
+        made, refusal = _owned(config, here, again, document or {}, held) if here.rank == 0 else (None, "")
         made, refusal = here.from_rank_0((made, refusal))
         if refusal:
             raise SharedError(refusal)
@@ -122,7 +132,10 @@ def _work_in(run: RunDirectory, here: mesh.Here, target: Target, tell: Tell) -> 
                     trained = train(config, run, target, recorder, None, pulse, signals)
                 mesh.finish()
             result = afterwards(trained, run, recorder, None)
-    except Exception as error:
+            refuse_unsaved(trained)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # also sys.exit() in the program, which would end the run in silence
         if isinstance(error, mesh.PeerLost) and (hang := told(run.path)):
             error = RunFailed(hang)
         failed = recorder.failure(error, here.rank)
@@ -169,16 +182,20 @@ def _found(recorder: Recorder, finding: Finding) -> None:
 
 
 def _owned(
-    config: RunConfig, here: mesh.Here, again: RunDirectory | None, held: contextlib.ExitStack
+    config: RunConfig,
+    here: mesh.Here,
+    again: RunDirectory | None,
+    document: dict[str, Any],
+    held: contextlib.ExitStack,
 ) -> tuple[str | None, str]:
     """On rank 0: the run directory, whose owner this process is from now on, or why it cannot be."""
     run = again or run_of(config, here.world, inherited())
     try:
         held.enter_context(lock(run, lambda text: print(f"meshrun: {text}", file=sys.stderr, flush=True)))
+        if again is not None:
+            held.enter_context(run.renewed(config, document))
     except SharedError as error:
         return None, str(error)
-    if again is not None:
-        run.renew_config(config)
     return str(run.path), ""
 
 
@@ -199,18 +216,12 @@ def _said_elsewhere(
     return False
 
 
-def run_script(config: RunConfig, target: Target) -> None:
-    """Run a plain script as if Python had been given it; `meshrun.start()` in it finds this rank's place."""
-    mesh.use(meeting_of(config))
-    use(place_of(target, {}, config.data))
-    sys.argv = [str(target.path), *config.arguments]
-    sys.path.insert(0, str(target.path.parent))
-    runpy.run_path(str(target.path), run_name="__main__")
-
-
 def print_to(log: Path) -> None:
-    """Send all that this process prints to its log, also what libraries print."""
-    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    """Send all that this process prints to its log, also what libraries print; what a disk refuses of it is lost."""
+    try:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    except OSError:
+        file = os.open(os.devnull, os.O_WRONLY)
     os.dup2(file, 1)
     os.dup2(file, 2)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    lose_what_is_refused()

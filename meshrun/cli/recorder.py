@@ -10,6 +10,7 @@ What is written here is all that `watch`, `report` and the launcher know of a ra
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import traceback
 from collections.abc import Callable
@@ -22,10 +23,10 @@ import meshrun
 from meshrun import mesh
 from meshrun.config import RunDirectory
 from meshrun.data.staging import missing_of
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import RunFailed, UserError, described
 from meshrun.observe.board import Board
 from meshrun.observe.events import Event, EventFile
-from meshrun.observe.failures import FirstFailure, of_reader, write_traceback
+from meshrun.observe.failures import FirstFailure, failures_in, of_reader, write_traceback
 
 Tell = Callable[[Event], None]
 
@@ -36,8 +37,9 @@ _NOT_THE_USERS = (str(Path(meshrun.__file__).parent), str(Path(torch.__file__).p
 class Recorder:
     """Hands each event to the events file and, on rank 0, to TensorBoard and to whoever shows it."""
 
-    def __init__(self, run: RunDirectory, rank: int, tell: Tell | None) -> None:
-        self._run, self._file, self._tell = run, EventFile(run.events_of(rank)), tell
+    def __init__(self, run: RunDirectory, rank: int, tell: Tell | None, memory: Path | None = None) -> None:
+        """`memory` is the run's folder in the node's memory, where the launcher finds a failure on a full disk too."""
+        self._run, self._file, self._tell, self._memory = run, EventFile(run.events_of(rank)), tell, memory
         self.board: Board | None = None
         self.step = 0
 
@@ -51,20 +53,23 @@ class Recorder:
     def failure(self, error: BaseException, rank: int) -> FirstFailure:
         """Write down why this rank ends: a sentence in the events, the traceback in the log."""
         host, log = socket.gethostname(), self._run.log_of(rank)
-        sentence, lines = str(error), list[str]()
-        if not isinstance(error, UserError | RunFailed):
-            with log.open("a") as file:
+        if isinstance(error, RuntimeError) and isinstance(error.__cause__, StopIteration):
+            error = error.__cause__  # which the program raised inside of one of our generators
+        if isinstance(error, UserError | RunFailed):
+            sentence, lines = str(error), list[str]()
+        else:
+            with contextlib.suppress(OSError), log.open("a", errors="backslashreplace") as file:
                 write_traceback(error, file)
             step = f" at step {self.step + 1}" if self.step else ""
-            said, lines = of_reader(str(error), _NOT_THE_USERS) or (
-                f"{type(error).__name__}: {str(error).strip() or 'no message'}",
-                last_lines(error),
-            )
+            told = described(error)
+            said, lines = of_reader(told.partition(": ")[2], _NOT_THE_USERS) or (told, last_lines(error))
             said = missing_of(error) or said
             sentence = f"rank {rank} on {host} failed{step}: {said}"
         by_user, secondary = isinstance(error, UserError), isinstance(error, mesh.PeerLost)
         about = {"rank": rank, "host": host, "step": self.step, "by_user": by_user, "secondary": secondary}
         self("failure", sentence=sentence, lines=lines, **about)
+        if self._memory is not None:
+            EventFile(failures_in(self._memory, rank)).write("failure", sentence=sentence, lines=lines, **about)
         return FirstFailure(sentence, lines, log, by_user)
 
     def close(self) -> None:

@@ -12,7 +12,6 @@ without it the model is as large as in the job.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 import sys
@@ -24,6 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from meshrun import strict_json
 from meshrun.cli.job_plan import PATIENCE as WAIT_FOR_SLURM
 from meshrun.cli.job_plan import Plan, cluster_here, planned
 from meshrun.cli.options import Option, options_of, run_options, to_document
@@ -76,7 +76,7 @@ def rehearse_command(words: list[str]) -> int:
         shutil.rmtree(folder, ignore_errors=True)
         raise
     shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(document) if as_json else _told(document))
+    print(strict_json.dumps(document) if as_json else _told(document))
     return 0
 
 
@@ -260,7 +260,9 @@ def _refuse_failed(link: Link, folder: Path) -> None:
 
 def _reached(run: RunDirectory, layout: Layout) -> dict[str, Any]:
     """What the training has done, from what it has left behind."""
-    result = json.loads((run.path / "result.json").read_text())
+    result = run.result()
+    if result is None:
+        raise RunFailed(f"the job has ended well, but left no result that can be read in {run.path}")
     events = list(read_events(run.events_of(0)))
     steps = [event["seconds"] for event in events if event["kind"] == "step" and "seconds" in event]
     resumed = [event for event in events if event["kind"] == "resumed"]

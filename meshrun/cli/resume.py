@@ -10,7 +10,6 @@ Options are those of `run` and of the experiment; what is not given stays as it 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import sys
 import time
@@ -19,9 +18,10 @@ from typing import Any
 
 from meshrun.cli.command import Asked
 from meshrun.cli.nursery import nursery_for
-from meshrun.config import RunDirectory, write_json
-from meshrun.errors import SharedError, UserError
+from meshrun.config import RunDirectory
+from meshrun.errors import SharedError, UserError, printable
 from meshrun.launch.agents import refuse_blindness
+from meshrun.launch.lock import lock
 from meshrun.launch.ranks import Nursery
 from meshrun.world import detect
 
@@ -33,7 +33,7 @@ def nursery_of_run(words: list[str]) -> contextlib.AbstractContextManager[Nurser
     """The process that ranks will be forked from, if the first word is a run; what is wrong with it is said later."""
     try:
         before = RunDirectory(Path(words[0])).config()
-    except (IndexError, OSError, ValueError, KeyError, TypeError, UserError):
+    except (IndexError, UserError):
         return contextlib.nullcontext()
     return nursery_for(words, before.target, before)
 
@@ -52,7 +52,7 @@ def refuse_unseen(words: list[str]) -> None:
             time.sleep(0.2)
             refuse_blindness(world)
     except UserError as error:
-        print(f"meshrun: {error}", file=sys.stderr)  # beside the first node, whose standard output is
+        print(f"meshrun: {printable(str(error))}", file=sys.stderr)  # beside the first node, whose standard output is
         raise UserError("") from error
 
 
@@ -60,27 +60,30 @@ def resume_command(asked: Asked, nursery: Nursery | None = None) -> dict[str, An
     """Returns the result on the one process that should print it."""
     run = asked.run
     assert run is not None
-    before = run.document()
-    _refuse_complete(run, asked, before)
+    _refuse_complete(run, asked, asked.document)
+    if not asked.beyond["from_start"]:
+        _refuse_without_checkpoint(run)
     from meshrun.cli.run import run_command
 
-    try:
-        return run_command(asked, nursery)
-    except UserError:
-        # What was given cannot work: the run stays as it was.
-        now = run.document()
-        if detect(os.environ).rank == 0 and now.get("history", []) == [*before.pop("history", []), before]:
-            history = now["history"][:-1]
-            write_json(run.path / "config.json", {**before, **({"history": history} if history else {})})
-        raise
+    return run_command(asked, nursery)
+
+
+def _refuse_without_checkpoint(run: RunDirectory) -> None:
+    """A run that has kept no checkpoint would begin again at step 0, and replace all that it has reached."""
+    if run.saved_step() is None:
+        with lock(run):  # refuses a run that is being trained just now, in a sentence of its own
+            raise SharedError(
+                f"{run.path} has no checkpoint to go on from; to begin it again at step 0, and replace what it has "
+                f"reached, give --from-start"
+            )
 
 
 def _refuse_complete(run: RunDirectory, asked: Asked, before: dict[str, Any]) -> None:
     """A run that has reached its end has nothing to go on with, unless the end was moved."""
-    try:
-        reached = json.loads((run.path / "result.json").read_text())["steps"]
-    except (OSError, ValueError, KeyError):
+    result = run.result()
+    if result is None:
         return
+    reached: int = result["steps"]
     now, then = asked.config.to_json(), before["config"]
     if asked.config.steps is None:
         same = all(then.get(name) == now[name] for name in ("epochs", "batch", "options"))

@@ -16,6 +16,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -36,9 +37,10 @@ from meshrun.launch.ranks import Nursery
 from meshrun.layout import parse
 from meshrun.observe.events import Event
 from meshrun.observe.story import Story
+from meshrun.store.server import LOOPBACK, Server
 from meshrun.train.interval import parse as parse_interval
 from meshrun.world import World, detect
-from meshrun.world.environment import inherited
+from meshrun.world.environment import inherited, of_rank, only
 from meshrun.world.gpu import open_early
 
 
@@ -82,7 +84,8 @@ def _alone(asked: Asked, shown: bool = True) -> dict[str, Any]:
     # A script may fork processes that open the GPU themselves, which they cannot if this one has.
     opened = open_early(detect(os.environ).local_rank) if trains and asked.config.device != "cpu" else None
     with importing():
-        from meshrun.cli.rank import run_script, work
+        from meshrun.cli.rank import work
+        from meshrun.cli.script_rank import run_script
 
         if asked.config.compile:
             import torch._dynamo  # noqa: F401 - while imports are made quickly
@@ -96,9 +99,20 @@ def _alone(asked: Asked, shown: bool = True) -> dict[str, Any]:
     quiet = _kept_for_the_document() if asked.as_json else contextlib.nullcontext()
     with Story(Console(stderr=True), None if asked.as_json else sys.stdout) as story, quiet:
         if trains:
-            return work(asked.config, asked.target, story.tell if shown else _ignore, asked.run)
-        run_script(asked.config, asked.target)
-        return {"run": None, "world": detect(os.environ).size}
+            return work(asked.config, asked.target, story.tell if shown else _ignore, asked.run, asked.document)
+        world = detect(os.environ)
+        with _as_torchrun_would() if world.source == "none" else contextlib.nullcontext():
+            run_script(asked.config, asked.target)
+        return {"run": None, "world": world.size}
+
+
+@contextlib.contextmanager
+def _as_torchrun_would() -> Iterator[None]:
+    """Give a plain script in this one process the variables of torchrun, and serve the store that they name."""
+    with Server() as store:
+        variables = of_rank(0, 1, (0, 1), (0, 1), (LOOPBACK, store.port), 0, f"alone-{os.getpid()}")
+        with only({**inherited(), **variables}):
+            yield
 
 
 @contextlib.contextmanager
@@ -125,7 +139,16 @@ def _join(asked: Asked, where: str, nursery: Nursery | None) -> None:
     """Take part in the run of a node that the user names."""
     procs = asked.config.procs
     assert procs is not None
-    post = Post.reach(where, procs, asked.config.timeout)
+
+    def accept(run: Path) -> None:
+        target = RunDirectory(run).config().target
+        if target != asked.config.target:
+            raise UserError(
+                f"the run at {where}, {run}, trains {target} and not {asked.config.target}; a node joins with the "
+                f"command that the first one was started with (TARGET, --join)"
+            )
+
+    post = Post.reach(where, procs, asked.config.timeout, accept)
     join(post, nursery, Story(Console(stderr=True)), asked.config.timeout)
 
 

@@ -8,7 +8,6 @@ meshrun sites probe --save lab       # the same as a profile of one's own, to be
 
 from __future__ import annotations
 
-import json
 import shutil
 import socket
 from pathlib import Path
@@ -16,12 +15,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from meshrun import strict_json
 from meshrun.errors import RunFailed, UserError
 
 if TYPE_CHECKING:
     from meshrun.world.profile import Site
 
-sites_app = typer.Typer(add_completion=False, help="What is known about clusters, and from where.")
+sites_app = typer.Typer(add_completion=False, help="List known clusters, with the source of each setting.")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks.")]
@@ -41,7 +41,7 @@ def list_command(context: typer.Context, as_json: AsJson = False, debug: Debug =
     here = sites.found_here(env, _cluster_name(), socket.gethostname())
     if as_json:
         listed = [{"name": site.name, "title": site.title, "file": str(site.file)} for site in known]
-        print(json.dumps({"sites": listed, "here": here and here.name}))
+        print(strict_json.dumps({"sites": listed, "here": here and here.name}))
         return
     for site in known:
         mark = "*" if here is not None and site.name == here.name else " "
@@ -50,7 +50,10 @@ def list_command(context: typer.Context, as_json: AsJson = False, debug: Debug =
     if here is not None:
         print("\n* is here, and taken when no --site is given")
     else:
-        print("\nnone of them is here; meshrun sites probe --save NAME makes a profile of a cluster with Slurm")
+        print(
+            "\nthis machine belongs to none of these; "
+            "meshrun sites probe --save NAME makes a profile of a cluster with Slurm"
+        )
 
 
 @sites_app.command("show")
@@ -86,7 +89,7 @@ def probe_command(
         return
     path = _save(site, save)
     if as_json:
-        print(json.dumps({**document(site), "file": str(path)}))
+        print(strict_json.dumps({**document(site), "file": str(path)}))
     else:
         print(f"{path} has what Slurm says of {site.title}; edit it, and use it with --site {save}")
 
@@ -135,7 +138,7 @@ def _cluster_name() -> str | None:
 
 def _show(site: Site, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(document(site)))
+        print(strict_json.dumps(document(site)))
         return
     from rich.console import Console
     from rich.table import Table

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +18,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TransferSpeedColumn
 
+from meshrun import strict_json
 from meshrun.cli.command import Asked
 from meshrun.cli.inspect import size
 from meshrun.cli.target import Target, make, place_of, values_of
 from meshrun.data.staging import Place, Stage, read_list, staging, use, verified
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import RunFailed, UserError, described
 
 ENTRY = "stage_data"
 
@@ -92,7 +92,7 @@ def _stage(asked: Asked, place: Place, shown: Shown) -> int:
         "kept": [] if work is None else stage.kept,
         "seconds": time.monotonic() - began,
     }
-    print(json.dumps(document) if asked.as_json else text)
+    print(strict_json.dumps(document) if asked.as_json else text)
     return 0
 
 
@@ -119,7 +119,7 @@ def _verify(asked: Asked, place: Place, shown: Shown) -> int:
     if asked.as_json:
         listed = [dataclasses.asdict(each) for each in files.values()]
         document = {"folder": str(place.folder), "ok": not problems, "problems": problems, "files": listed}
-        print(json.dumps(document))
+        print(strict_json.dumps(document))
     elif not problems:
         print(f"{place.folder}: {len(files)} files ({size(total)}) are as they were staged")
     for problem in problems:
@@ -169,5 +169,4 @@ def _named(target: Target) -> Iterator[None]:
         while last is not None and last.tb_next is not None:
             last = last.tb_next
         where = f"{last.tb_frame.f_code.co_filename}:{last.tb_lineno}" if last is not None else target.label
-        said = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-        raise RunFailed(f"stage_data of {target.label} failed at {where}: {said}") from error
+        raise RunFailed(f"stage_data of {target.label} failed at {where}: {described(error)}") from error

@@ -20,7 +20,7 @@ _KINDS: dict[str, Any] = {"int": int, "float": float, "str": str, "bool": bool, 
 
 def static_options(target: Target) -> list[Option] | None:
     """An option for each parameter; None where the function is not written down in the file itself."""
-    tree = ast.parse(target.path.read_text())
+    tree = ast.parse(target.path.read_bytes())
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == target.entry]
     if not functions:
         return None

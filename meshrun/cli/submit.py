@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from meshrun import strict_json
 from meshrun.cli.job_plan import PATIENCE, Plan, cluster_here, planned
 from meshrun.cli.target import Target, failed_in, make
 from meshrun.config import RunConfig, RunDirectory, write_whole
@@ -52,7 +52,7 @@ def submit_command(words: list[str]) -> int:
         for each in submission.sweep:
             print(f"{each.run}: {each.values}", file=sys.stderr)
     if not given["wait"] and (as_json or not given["follow"]):
-        print(json.dumps(told) if as_json else f"meshrun follow {submission.run} shows it live")
+        print(strict_json.dumps(told) if as_json else f"meshrun follow {submission.run} shows it live")
         return 0
     from meshrun.cli.following import follow
 
@@ -62,7 +62,7 @@ def submit_command(words: list[str]) -> int:
 def _shown(plan: Plan) -> int:
     text = script(plan.submission)
     if plan.asked.as_json:
-        print(json.dumps({"script": text, "run": str(plan.submission.run)}))
+        print(strict_json.dumps({"script": text, "run": str(plan.submission.run)}))
     else:
         print(text, end="")
     return 0

@@ -4,7 +4,8 @@
     function = target.function()         # imports the file
     experiment = make(target, {"width": 256})
 
-A file without an experiment is a plain script, which is found out by reading it, not by running it.
+A file without an experiment is a plain script, which is found out by reading it, not by running it. A file that only
+imports a function `experiment` is one too, unless it does nothing else.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import meshrun.recipes
 from meshrun.cli.options import options_of
 from meshrun.config import DATA
 from meshrun.data.staging import Place, missing_of, use
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import RunFailed, UserError, described
 from meshrun.experiment import Experiment
 
 ENTRY = "experiment"
@@ -71,10 +72,15 @@ def _imported(path: Path) -> Any:
     sys.path.insert(0, str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         raise UserError(f"{path} cannot be imported: {error}; install it where meshrun runs") from error
     except SyntaxError as error:
-        raise UserError(f"{path} is not valid Python: line {error.lineno}: {error.msg}") from error
+        file = error.filename or path
+        raise UserError(f"{file} is not valid Python: line {error.lineno}: {error.msg}") from error
+    except (UserError, RunFailed, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise RunFailed(f"{path.name}, when it is imported, {_failed_in(path, error)}") from error
     return module
 
 
@@ -83,7 +89,7 @@ def recipes() -> dict[str, str]:
     folder = Path(meshrun.recipes.__file__).parent
     found = {}
     for path in sorted(folder.glob("[!_]*.py")):
-        text = ast.get_docstring(ast.parse(path.read_text())) or ""
+        text = ast.get_docstring(ast.parse(path.read_bytes())) or ""
         found[path.stem] = text.partition("\n")[0]
     return found
 
@@ -91,7 +97,7 @@ def recipes() -> dict[str, str]:
 def find(text: str) -> Target:
     """The target of that name; nothing of it runs."""
     known = Path(meshrun.recipes.__file__).parent / f"{text}.py"
-    if text.isidentifier() and known.exists():
+    if text.isidentifier() and known in known.parent.glob("[!_]*.py"):
         return Target(text, known, ENTRY, recipe=True)
     stem, colon, entry = text.rpartition(":") if ":" in text else (text, "", "")
     path = Path(stem)
@@ -101,7 +107,11 @@ def find(text: str) -> Target:
         raise UserError(
             f"target {text!r} is neither a Python file nor a recipe; {hint}recipes are: {', '.join(recipes())}"
         )
-    if not path.is_file():
+    try:
+        there = path.is_file()
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise UserError(f"target {stem!r:.200} cannot be read: {error.strerror}") from None
+    if not there:
         raise UserError(f"target {stem!r} does not exist; give a Python file, file.py:function, or a recipe's name")
     if colon and not entry:
         raise UserError(f"target {text!r} names no function; give file.py, or file.py:function")
@@ -109,22 +119,82 @@ def find(text: str) -> Target:
 
 
 def _entry_of(path: Path) -> str | None:
-    """`experiment` if the file defines or imports it at its top level."""
+    """`experiment` if the file defines it at its top level, or imports it and does nothing else; None for a script."""
     try:
-        tree = ast.parse(path.read_text())
+        tree = ast.parse(path.read_bytes())
     except SyntaxError as error:
-        raise UserError(f"{path} is not valid Python: line {error.lineno}: {error.msg}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path} is not valid Python: {error}") from error
+        raise UserError(f"{path} is not valid Python: line {error.lineno or 1}: {error.msg}") from error
+    except (ValueError, RecursionError, MemoryError) as error:  # zeros in it; nested too deep
+        raise UserError(f"{path} is not valid Python: {error or 'it is nested too deep'}") from error
+    acting = [node for node in tree.body if _acts(node)]
+    imported = False
     for node in tree.body:
         match node:
-            case ast.FunctionDef(name=name) if name == ENTRY:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if name == ENTRY:
+                _refuse_training_twice(path, acting)
                 return ENTRY
             case ast.ImportFrom(names=names) if any((each.asname or each.name) == ENTRY for each in names):
-                return ENTRY
+                imported = True
             case ast.Assign(targets=targets) if any(isinstance(t, ast.Name) and t.id == ENTRY for t in targets):
                 return ENTRY
+    if not acting:
+        if imported:
+            return ENTRY
+        _refuse_misnamed(path, tree)
     return None
+
+
+def _acts(node: ast.stmt) -> bool:
+    """Whether a statement does more than to define names: whether a file with nothing else does nothing when run."""
+    match node:
+        case ast.Import() | ast.ImportFrom() | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() | ast.Pass():
+            return False
+        case ast.Expr(value=ast.Constant()):
+            return False
+        case ast.Assign(value=value) | ast.AnnAssign(value=value):
+            return value is not None and any(isinstance(each, ast.Call) for each in ast.walk(value))
+    return True
+
+
+def _refuse_training_twice(path: Path, acting: list[ast.stmt]) -> None:
+    """Refuse a file that defines `experiment` and trains it by itself whenever it is imported."""
+    for node in acting:
+        if isinstance(node, ast.If):  # such as under `if __name__ == "__main__"`
+            continue
+        for call in ast.walk(node):
+            match call:
+                case ast.Call(
+                    func=ast.Name(id=("Trainer" | "experiment") as name) | ast.Attribute(attr="Trainer" as name)
+                ):
+                    raise UserError(
+                        f"{path} defines a function 'experiment' for meshrun to train, and line {node.lineno} calls "
+                        f'{name}() by itself; put that under `if __name__ == "__main__":`, or rename the function to '
+                        f"run the file as a plain script"
+                    )
+
+
+def _refuse_misnamed(path: Path, tree: ast.Module) -> None:
+    """Refuse a file that only defines names, and say which of its functions looks like an experiment."""
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
+    makes = [each for each in functions if _makes_experiment(each)]
+    names = [each.name for each in makes] or difflib.get_close_matches(ENTRY, [each.name for each in functions], 1)
+    if names:
+        raise UserError(
+            f"{path} has no function 'experiment' and does nothing when it is run; {names[0]}() looks like one: rename "
+            f"it to experiment, or give {path}:{names[0]}"
+        )
+    if not all(isinstance(node, ast.Import | ast.ImportFrom) for node in tree.body) or not tree.body:
+        raise UserError(
+            f"{path} has no function 'experiment' and does nothing when it is run; write a function experiment() that "
+            f"returns an Experiment, or call what the file defines"
+        )
+
+
+def _makes_experiment(function: ast.FunctionDef) -> bool:
+    returns = ast.unparse(function.returns) if function.returns is not None else ""
+    returned = [each.value for each in ast.walk(function) if isinstance(each, ast.Return)]
+    made = any(isinstance(value, ast.Call) and ast.unparse(value.func).endswith("Experiment") for value in returned)
+    return returns.rpartition(".")[2].strip("'") == "Experiment" or made
 
 
 def make(target: Target, given: dict[str, Any], data: Path = DATA) -> Experiment:
@@ -151,12 +221,18 @@ def make(target: Target, given: dict[str, Any], data: Path = DATA) -> Experiment
 
 def failed_in(target: Target, error: BaseException) -> str:
     """A sentence on an error of the target's own code: which, and in which line."""
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(target.path)]
+    return f"{target.entry}() of {target.label} {_failed_in(target.path, error)}"
+
+
+def _failed_in(path: Path, error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
     where = f" in line {lines[-1]}" if lines else ""
+    if lines and frames[-1].filename != str(path):
+        where += f" (at {frames[-1].filename}:{frames[-1].lineno})"
     if isinstance(error, SystemExit):
-        return f"{target.entry}() of {target.label} ended the program{where}: {error.code}"
-    said = f"{type(error).__name__}: {str(error).strip() or 'no message'}"
-    return f"{target.entry}() of {target.label} failed{where}: {said}"
+        return f"ends the program{where}, with sys.exit({'' if error.code is None else repr(error.code)})"
+    return f"failed{where}: {described(error)}"
 
 
 def values_of(function: Callable[..., Any], given: dict[str, Any]) -> dict[str, Any]:

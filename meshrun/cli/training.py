@@ -9,6 +9,7 @@ Who has started the rank makes no difference here; `rank.py` knows that.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
@@ -25,14 +26,17 @@ import meshrun
 from meshrun import mesh
 from meshrun.cli.after import finish_with
 from meshrun.cli.configured import how_of, override, start_rank
+from meshrun.cli.model_record import record_of
 from meshrun.cli.node_cache import not_copied, use_node
+from meshrun.cli.provenance import name_of, options_used, program_of
 from meshrun.cli.recorder import Recorder
 from meshrun.cli.target import Target, make
-from meshrun.config import RunConfig, RunDirectory, write_json
+from meshrun.config import RunConfig, RunDirectory, remove, write_json
 from meshrun.data.readers import has_lost_a_reader
 from meshrun.errors import RunFailed
 from meshrun.experiment import Experiment
 from meshrun.observe.board import Board
+from meshrun.observe.legs import legs_of
 from meshrun.observe.pulse import Pulse
 from meshrun.observe.report import write_report
 from meshrun.observe.stragglers import sniff_on
@@ -46,7 +50,7 @@ from meshrun.train.ending import Ending, Signals, begin_anew
 from meshrun.train.interval import parse as parse_interval
 from meshrun.train.loop import Stopped, Trainer
 from meshrun.train.recovery import Keeping
-from meshrun.world import slurm
+from meshrun.world import World, slurm
 from meshrun.world.environment import inherited
 
 
@@ -57,6 +61,8 @@ class Trained:
     result: dict[str, Any]
     experiment: Experiment
     here: mesh.Here
+    unsaved: str | None = None
+    """Why the last checkpoint could not be kept; None if it was, or none was due."""
 
 
 def train(
@@ -69,7 +75,7 @@ def train(
     signals: Signals,
 ) -> Trained:
     """Start, go on from where the run was, train, and keep what came of it."""
-    began = time.monotonic()
+    began, since = time.monotonic(), time.time()
     here = start_rank(config)
     restarted = here.world.source == "torchrun" and here.world.attempt > 0
     deadline = None
@@ -85,12 +91,14 @@ def train(
     # Each element once, however many ranks hold it.
     parameters = sum(here.gathered(sum(each.parameter.numel() / each.copies for each in trainer.placed.shards)))
     if here.rank == 0:
-        resolved = {**_resolved(trainer), "parameters": round(parameters)}
-        save = partial(run.save_config, config, resolved)
+        _describe_model(run, trainer)
+        launcher = launcher_of(here.world, memory is not None)
+        resolved = {**_resolved(trainer, target, config, launcher), "parameters": round(parameters)}
+        save = partial(_save_config, run, config, resolved, recorder)
         save()
         _hear_choice(trainer, recorder, save)
-        recorder.board = Board.open(run.path / "tensorboard") if config.tensorboard else None
-    _tell_start(recorder, run, target, trainer)
+        recorder.board = Board.open(run.path / "tensorboard", run.events_of(0)) if config.tensorboard else None
+    _tell_start(recorder, run, target, trainer, launcher_of(here.world, memory is not None), since)
     notes = [*([note] if note else []), *not_copied(config, experiment.train)]
     for text in (*notes, *here.notes, *trainer.placed.notes):
         recorder("note", text=text)
@@ -106,16 +114,39 @@ def train(
         **_trained(trainer, ending, restarted),
     }
     result["seconds"] = time.monotonic() - began
+    if here.rank == 0:
+        result |= _whole_run(run, result)
     result["chosen"] = {"precision": experiment.precision, **trainer.placed.chosen}
     if here.rank == 0:
         save()  # some of it is only known when steps were done
     result |= waited_for_data(trainer, config.cache != "none")
-    _leave(run, here, result, recorder)
-    return Trained(result, experiment, here)
+    _leave(run, here, result, recorder, trainer.unwritten)
+    return Trained(result, experiment, here, trainer.keeper.unsaved if trainer.keeper is not None else None)
 
 
-def _leave(run: RunDirectory, here: mesh.Here, result: dict[str, Any], recorder: Recorder) -> None:
-    """Write down what the training has reached, or why it has stopped before its end."""
+def _save_config(run: RunDirectory, config: RunConfig, resolved: dict[str, Any], recorder: Recorder) -> None:
+    try:
+        run.save_config(config, resolved)
+    except OSError as error:
+        recorder("note", text=f"cannot write {run.path / 'config.json'}: {error.strerror}; the training goes on")
+
+
+def refuse_unsaved(trained: Trained) -> None:
+    """At the very end, on rank 0: a run that could not keep the checkpoint which was due is no success."""
+    if trained.here.rank == 0 and trained.unsaved is not None and "stopped" not in trained.result:
+        raise RunFailed(
+            f"the training has reached its end, and its weights and result are in {trained.result['run']}, but its "
+            f"last checkpoint could not be kept: {trained.unsaved}"
+        )
+
+
+def _leave(
+    run: RunDirectory, here: mesh.Here, result: dict[str, Any], recorder: Recorder, unwritten: list[str]
+) -> None:
+    """Write down what the training has reached, or why it has stopped before its end.
+
+    There is no result without all weights (`unwritten` says which are missing): the run can be resumed for them.
+    """
     if here.rank == 0 and (bad := read_bad(run.path / "bad-samples")) is not None:
         result["bad_samples"] = bad
         recorder("note", text=left_out(bad, run.path / "bad-samples"))
@@ -123,11 +154,26 @@ def _leave(run: RunDirectory, here: mesh.Here, result: dict[str, Any], recorder:
     if stopped is not None:
         recorder("stopped", **stopped)
     if here.rank == 0 and stopped is not None:
-        write_json(run.stopped_file, {**stopped, "result": result})
+        _write(run.stopped_file, {**stopped, "result": result}, [])
     elif here.rank == 0:
-        write_json(run.path / "result.json", result)
-        run.stop_file.unlink(missing_ok=True)  # whoever made it came too late, and means no later start
+        _write(run.path / "result.json", result, unwritten)
+        remove(run.stop_file)  # whoever made it came too late, and means no later start
         _draw_report(run, recorder)
+
+
+def _write(path: Path, document: dict[str, Any], unwritten: list[str]) -> None:
+    """Write the last document of a run, unless a file that it speaks of is missing."""
+    missing = list(unwritten)
+    try:
+        if not missing:
+            write_json(path, document)
+    except OSError as error:
+        missing.append(f"cannot write {path}: {error.strerror}")
+    if missing:
+        raise RunFailed(
+            f"the training has ended, but not all of it is kept: {'; '.join(missing)}; make room and "
+            f"`meshrun resume {path.parent}`"
+        )
 
 
 def afterwards(trained: Trained, run: RunDirectory, recorder: Recorder, pulse: Pulse | None) -> dict[str, Any]:
@@ -203,7 +249,30 @@ def hear_of_no_reader() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
-def _resolved(trainer: Trainer) -> dict[str, Any]:
+def _describe_model(run: RunDirectory, trainer: Trainer) -> None:
+    """Write down what exports need to know of the model."""
+    with contextlib.suppress(Exception):  # a training must not end because an export would lack something
+        record_of(trainer.placed.whole).write(run.path)
+
+
+def launcher_of(world: World, ours: bool) -> str:
+    """Who has started the ranks, as people call it; meshrun's own ranks get torchrun's variables, and say so."""
+    if not ours:
+        return world.source
+    return "meshrun in slurm" if slurm.in_job(inherited()) else "meshrun"
+
+
+def _whole_run(run: RunDirectory, result: dict[str, Any]) -> dict[str, Any]:
+    """The time of all starts of a run, and which these were, where there is more than this one."""
+    legs = legs_of(run.events_of(0))
+    if len(legs) < 2:
+        return {}
+    now = dataclasses.replace(legs[-1], seconds=result["seconds"], last_step=result["steps"])
+    legs = [*legs[:-1], now]
+    return {"seconds": sum(leg.seconds for leg in legs), "legs": [dataclasses.asdict(leg) for leg in legs]}
+
+
+def _resolved(trainer: Trainer, target: Target, config: RunConfig, launcher: str) -> dict[str, Any]:
     experiment, here = trainer.experiment, trainer.here
     names = ("batch", "micro", "seed", "clip", "precision", "epochs")
     return {
@@ -213,10 +282,14 @@ def _resolved(trainer: Trainer) -> dict[str, Any]:
         "eval_every": trainer.eval_every,
         "schedule": dataclasses.asdict(experiment.schedule)
         if dataclasses.is_dataclass(experiment.schedule) and not isinstance(experiment.schedule, type)
-        else str(experiment.schedule),
+        else experiment.schedule and name_of(experiment.schedule),
+        "options": options_used(target.function(), config.options),
+        "model": type(trainer.placed.whole).__name__,
+        "optimizer": {"class": type(trainer.optimizer).__name__, "groups": trainer.made_groups},
+        "program": program_of(target.path),
         "layout": str(here.layout),
         "world": here.size,
-        "launcher": here.world.source,
+        "launcher": launcher,
         "device": str(here.device),
         "chosen": trainer.placed.chosen,
         "workers": trainer.reading.workers,
@@ -226,7 +299,9 @@ def _resolved(trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def _tell_start(recorder: Recorder, run: RunDirectory, target: Target, trainer: Trainer) -> None:
+def _tell_start(
+    recorder: Recorder, run: RunDirectory, target: Target, trainer: Trainer, launcher: str, began: float
+) -> None:
     here = trainer.here
     recorder(
         "start",
@@ -234,6 +309,8 @@ def _tell_start(recorder: Recorder, run: RunDirectory, target: Target, trainer: 
         world=here.size,
         host=here.world.host,
         source=here.world.source,
+        launcher=launcher,
+        began=round(began, 4),
         device=str(here.device),
         layout=str(here.layout),
         pid=os.getpid(),

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from meshrun import strict_json
 from meshrun.cli.command import GENERAL, options_in, run_at
 from meshrun.cli.options import REQUIRED, Option, options_of, to_document
 from meshrun.cli.target import Target, find, make
@@ -56,7 +57,7 @@ def use_command(words: list[str]) -> int:
         return 0
     (result,) = found
     if "--json" in words:
-        print(json.dumps({"run": str(run.path), "function": words[1], "result": result}))
+        print(strict_json.dumps({"run": str(run.path), "function": words[1], "result": result}))
     elif result is not None:
         print(result if isinstance(result, str) else json.dumps(result, indent=2, ensure_ascii=False))
     return 0
@@ -68,7 +69,7 @@ def functions_for_models(target: Target) -> dict[str, str]:
     Nothing of it runs.
     """
     found = {}
-    for node in ast.parse(target.path.read_text()).body:
+    for node in ast.parse(target.path.read_bytes()).body:
         if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
             first = next(iter([*node.args.posonlyargs, *node.args.args]), None)
             if first is not None and first.arg == MODEL:
@@ -81,12 +82,12 @@ def _list(run: RunDirectory, target: Target, words: list[str]) -> int:
         return 0
     found = functions_for_models(target)
     if "--json" in words:
-        print(json.dumps({"run": str(run.path), "functions": found}))
+        print(strict_json.dumps({"run": str(run.path), "functions": found}))
         return 0
     for name, does in found.items():
         print(f"{name:<16} {does}".rstrip())
     if not found:
-        print(f"{target.label} has no function for its model: one has `model` as its first parameter")
+        print(f"{target.label} has nothing to call; write a function whose first parameter is `model`")
     return 0
 
 

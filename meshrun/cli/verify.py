@@ -4,14 +4,14 @@
     meshrun verify llama --dropout 0.2 --steps 50 --json
 
 Each training is a launch of its own; its ranks run `meshrun probe FOLDER PID` (`probe_command`), which people need not
-know. The first training is one process's, the second its twin with other sums (`check.verify` says why).
+know. The first training is one process's, the second its twin with other sums (`check.verify` says why). All but the
+twin save a checkpoint a few steps before their end, which is resumed (`check.resumed`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import socket
 import sys
@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from meshrun import strict_json
 from meshrun.cli.command import Asked
 from meshrun.cli.target import find, make
 from meshrun.config import RunConfig, RunDirectory
@@ -50,6 +51,22 @@ COVERING = (
 """Every axis alone, one number of ranks that divides no batch, and the products that differ in how they are built."""
 BACKWARDS = "backwards"
 """The word for a rank that takes each batch from its end."""
+SAVES = "saves"
+"""The word for a rank that saves a checkpoint; the folder of one process may follow it, whose checkpoint is resumed."""
+
+
+@dataclass(frozen=True)
+class Resumed:
+    """How a training that was resumed from a checkpoint compares with one process."""
+
+    saved_on: str
+    resumed_on: str
+    step: int
+    ok: bool
+    loss_diff: float | None = None
+    grad_norm_diff: float | None = None
+    weight_diff: float | None = None
+    cause: str | None = None
 
 
 @dataclass(frozen=True)
@@ -67,6 +84,10 @@ class Row:
     first_parameter: str | None = None
     cause: str | None = None
     seconds: float | None = None
+    resumed: list[Resumed] = field(default_factory=list)
+    """From its own checkpoint and from one process's, and in one process from its own."""
+    judged: bool = True
+    """False where the trainings agree, but one process and its twin differ so much that this proves nothing."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +143,7 @@ def verify_command(asked: Asked) -> int:
     with _folder(keep) as folder, contextlib.redirect_stdout(sys.stderr):
         outcome = _verify(asked, layouts, tolerance, folder)
     if asked.as_json:
-        print(json.dumps(outcome.document()))
+        print(strict_json.dumps(outcome.document()))
     else:
         _show(outcome, asked.target.label, Console())
     return 0 if outcome.ok else 1
@@ -165,7 +186,7 @@ def _verify(asked: Asked, layouts: list[Layout] | None, tolerance: float | None,
     from meshrun.cli.configured import how_of, override
     from meshrun.parallel.demands import demands_of
 
-    config = replace(asked.config, runs=folder)
+    config = replace(asked.config, runs=folder, checkpoint="auto" if asked.beyond.get("resume") else "none")
     experiment, _, _ = override(make(asked.target, config.options, config.data), config)
     tolerance = tolerance or TOLERANCE[experiment.precision]
     demands = demands_of(experiment)
@@ -190,7 +211,7 @@ def _alone(config: RunConfig, experiment: Experiment, tolerance: float, shown: _
     from meshrun.check.verify import allow, measure
 
     config = replace(config, offload=False)  # without shards there is nothing to offload
-    folder = _trained(config, Layout(), "one process", shown, nursery)
+    folder = _trained(config, Layout(), "one process", shown, nursery, _saving(config))
     if isinstance(folder, FirstFailure):
         raise (UserError if folder.by_user else RunFailed)(folder.text)
     found = Found.read(folder)
@@ -206,21 +227,25 @@ def _alone(config: RunConfig, experiment: Experiment, tolerance: float, shown: _
 
 def _row(config: RunConfig, layout: Layout, alone: Alone, shown: _Shown, nursery: Nursery) -> Row:
     """Train on a layout, and compare."""
-    from meshrun.check.causes import likely_cause
+    from meshrun.check.causes import likely_cause, why_unjudged
     from meshrun.check.probe import Found
     from meshrun.check.verify import judge, measure
 
     began = time.monotonic()
-    trained = _trained(config, layout, str(layout), shown, nursery)
+    trained = _trained(config, layout, str(layout), shown, nursery, _saving(config, str(alone.folder)))
     seconds = round(time.monotonic() - began, 2)
     if isinstance(trained, FirstFailure):
         return Row(str(layout), False, cause=_in_one_line(trained), seconds=seconds)
     found = Found.read(trained)
     measured = measure(alone.found, found, (alone.folder, trained))
     verdict = judge(measured, alone.allowed)
+    cause = None if verdict.ok else likely_cause(alone.found, found, measured, alone.allowed, verdict)
+    unjudged = why_unjudged(alone.found, alone.noise, alone.allowed) if verdict.ok else None
+    resumed = _resumed(alone, found, trained) if verdict.ok and unjudged is None else []
+    cause = cause or unjudged or next((each.cause for each in resumed if each.cause), None)
     return Row(
         layout=str(layout),
-        ok=verdict.ok,
+        ok=cause is None,
         loss_diff=measured.loss,
         grad_norm_diff=measured.grad_norm,
         weight_diff=measured.weight,
@@ -228,9 +253,37 @@ def _row(config: RunConfig, layout: Layout, alone: Alone, shown: _Shown, nursery
         ids_equal=measured.ids_equal,
         first_step=verdict.first_step,
         first_parameter=verdict.first_parameter,
-        cause=None if verdict.ok else likely_cause(alone.found, found, measured, alone.allowed, verdict),
+        cause=cause,
         seconds=seconds,
+        judged=unjudged is None,
+        resumed=resumed,
     )
+
+
+def _saving(config: RunConfig, *source: str) -> tuple[str, ...]:
+    """The words for ranks that save a checkpoint, unless the user wants none."""
+    return () if config.checkpoint == "none" else (SAVES, *source)
+
+
+def _resumed(alone: Alone, found: Found, folder: Path) -> list[Resumed]:
+    """What the trainings that a layout has resumed have come to, the first difference first."""
+    from meshrun.check.resumed import Resumption
+
+    rows = [
+        Resumed(each.layout, each.layout, each.saved or 0, False, cause=each.loss_of_checkpoint)
+        for each in (alone.found, found)
+        if each.loss_of_checkpoint
+    ]
+    for weights, resumption in Resumption.all_in(folder).items():
+        where = resumption.saved_on, resumption.resumed_on, resumption.step
+        if resumption.failure is not None:
+            rows.append(Resumed(*where, False, cause=f"{resumption}, fails: {resumption.failure}"))
+            continue
+        compared = resumption.compared(alone.found, found, (alone.folder, weights), alone.allowed)
+        measured = compared.measured
+        numbers = measured.loss, measured.grad_norm, measured.weight
+        rows.append(Resumed(*where, compared.verdict.ok, *numbers, compared.cause))
+    return sorted(rows, key=lambda row: row.ok)
 
 
 def _covering(demands: Demands, config: RunConfig, left_out: dict[str, str]) -> Iterator[Layout]:
@@ -344,12 +397,13 @@ def _show(outcome: Outcome, label: str, console: Console) -> None:
     for name in ("losses", "norms", "weights", "eval"):
         table.add_column(name, justify="right")
     table.add_column("samples")
+    table.add_column("resumed")
     table.add_column("verdict")
     for row in outcome.rows:
         numbers = (row.loss_diff, row.grad_norm_diff, row.weight_diff, row.eval_diff)
         samples = "-" if row.ids_equal is None else "same" if row.ids_equal else "others"
-        verdict = "[green]same[/green]" if row.ok else "[red]differs[/red]" if row.seconds else "[red]cannot[/red]"
-        table.add_row(row.layout, *map(_number, numbers), samples, verdict)
+        resumed = "-" if not row.resumed else "same" if all(each.ok for each in row.resumed) else "differs"
+        table.add_row(row.layout, *map(_number, numbers), samples, resumed, _verdict(row))
     console.print(table)
     say: Callable[[str], None] = lambda text: console.print(text, markup=False, highlight=False, soft_wrap=True)  # noqa: E731
     for reason, layouts in _reasons(outcome.rows).items():
@@ -357,9 +411,21 @@ def _show(outcome: Outcome, label: str, console: Console) -> None:
     say(_of_noise(outcome))
     for layout, why in outcome.left_out.items():
         say(f"left out: {layout}: {why}")
-    bad = sum(not row.ok for row in outcome.rows)
+    unjudged = sum(not row.judged for row in outcome.rows)
+    bad = sum(not row.ok for row in outcome.rows) - unjudged
     count = len(outcome.rows)
-    say(f"{bad} of {count} layouts do not train as one process does" if bad else _all_same(outcome))
+    if unjudged:
+        say(f"{unjudged} of {count} layouts could not be judged")
+    if bad or not unjudged:
+        say(f"{bad} of {count} layouts do not train as one process does" if bad else _all_same(outcome))
+
+
+def _verdict(row: Row) -> str:
+    if row.ok:
+        return "[green]same[/green]"
+    if not row.judged:
+        return "[yellow]cannot judge[/yellow]"
+    return "[red]differs[/red]" if row.seconds else "[red]cannot[/red]"
 
 
 def _reasons(rows: list[Row]) -> dict[str, list[str]]:
@@ -399,10 +465,11 @@ def _number(value: float | None) -> str:
 
 
 def probe_command(folder: Path, launcher: int, *words: str) -> None:
-    """`meshrun probe FOLDER PID [backwards]`: a rank of one training of `verify`, which is process PID."""
+    """`meshrun probe FOLDER PID [backwards] [saves [SOURCE]]`: a rank of one training of `verify`, process PID."""
     die_with_launcher(launcher)
     from meshrun import mesh
     from meshrun.check.probe import Probing, probe
+    from meshrun.check.resumed import resume
     from meshrun.cli.configured import how_of, override, start_rank
     from meshrun.cli.rank import print_to
     from meshrun.cli.recorder import Recorder
@@ -414,8 +481,15 @@ def probe_command(folder: Path, launcher: int, *words: str) -> None:
     try:
         here = start_rank(config)
         experiment, scale, _ = override(make(find(config.target), config.options, config.data), config)
-        probe(experiment, here, Probing(run.path, how_of(config), scale, recorder, BACKWARDS in words))
+        probing = Probing(run.path, how_of(config), scale, recorder, BACKWARDS in words, SAVES in words)
+        probe(experiment, here, probing)
+        if SAVES in words and words[-1] != SAVES:
+            here.gathered(None)  # rank 0 has written what was found
+            resume(experiment, here, probing, run.path, 0)
+            resume(experiment, here, probing, Path(words[-1]), 1)
         mesh.finish()
+        if SAVES in words and words[-1] != SAVES and rank == 0:
+            resume(experiment, mesh.stay(here), probing, run.path, 2)
         recorder.close()
     except BaseException as error:
         recorder.failure(error, rank)

@@ -19,6 +19,7 @@ from meshrun.observe.events import Event
 from meshrun.train import data_wait
 from meshrun.world.walltime import parse
 from tests.cli import in_process
+from tests.launch.command import meshrun
 
 PROGRAM = str(Path(__file__).parent / "programs" / "with_bad.py")
 
@@ -50,6 +51,21 @@ def test_samples_that_were_left_out_and_time_that_was_waited_are_told_at_the_end
     assert " % of the time waited for data, on rank " in waited and waited.endswith(" at once (--workers 2)")
     report = (run / "report.html").read_text()
     assert "2 samples skipped" in report and "of the time on rank" in report and "waited for data, on rank" in report
+
+
+def test_an_evaluation_that_is_no_number_is_told_as_such_in_every_document(tmp_path: Path):
+    program = Path(__file__).parents[1] / "check" / "programs" / "mistakes.py"
+    ended = meshrun(tmp_path, "run", f"{program}:nan_evaluation", "--procs", 2, "--steps", 2, "--json")
+    assert ended.status == 0, ended.err
+    document = ended.document
+    assert document["eval"]["val"] == {"loss": None, "count": 13}
+    assert document["not_numbers"]["/eval/val/loss"] == "NaN"
+    for file in ("result.json", "config.json"):
+        json.loads((tmp_path / document["run"] / file).read_text(), parse_constant=pytest.fail)
+    lines = (tmp_path / document["run"] / "events" / "rank-00000.jsonl").read_text().splitlines()
+    evaluations = [event for line in lines if (event := json.loads(line, parse_constant=pytest.fail))["kind"] == "eval"]
+    assert evaluations[-1]["not_numbers"] == {"/scores/val/loss": "NaN"}
+    assert "val  loss nan" in ended.err
 
 
 ADAMW = """
@@ -91,8 +107,8 @@ def test_ctrl_c_names_the_run_and_what_goes_on_with_it_if_its_state_was_kept(tmp
     with mock.patch.object(rank, "train", pressed), pytest.raises(StoppedByHand) as stopped:
         trained(tmp_path)
     run = next(tmp_path.iterdir())
-    goes_on = f": meshrun resume {run} goes on" if kept else ""
-    assert str(stopped.value) == f"stopped by CTRL-C; what was reached is in {run}{goes_on}"
+    saved = f"state saved at step 2; continue with: meshrun resume {run}"
+    assert str(stopped.value) == f"stopped by CTRL-C; {saved if kept else f'no state was saved; {run} has its logs'}"
 
 
 def test_what_a_reader_has_met_is_told_with_the_users_lines_and_none_of_ours():

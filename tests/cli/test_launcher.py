@@ -16,6 +16,8 @@ from meshrun.errors import CutOff, RunFailed
 from meshrun.launch.job import Interrupted
 from meshrun.launch.post import Ends
 
+STOPPED = {"step": 3, "of": 9, "why": "its time is up", "saved": True}
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
@@ -48,11 +50,11 @@ def test_what_a_start_before_has_written_is_no_answer_to_a_signal(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, name: str
 ):
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    document = {"result": {"steps": 3}} if name == "stopped.json" else {"steps": 3}
+    document = {**STOPPED, "result": {"steps": 3}} if name == "stopped.json" else {"steps": 3}
     (run.path / name).write_text(json.dumps(document))
     os.utime(run.path / name, (1, 1))
     ends = Ends(run)
-    with pytest.raises(CutOff, match="stopped by SIGTERM; what was reached is in"):
+    with pytest.raises(CutOff, match="stopped by SIGTERM; no state was saved; "):
         _stopped_in_time(run, Interrupted(signal.SIGTERM), ends)
     (run.path / name).write_text(json.dumps(document))
     assert _stopped_in_time(run, Interrupted(signal.SIGTERM), ends) == {"steps": 3}
@@ -66,7 +68,7 @@ def test_outside_of_jobs_a_run_that_stopped_in_time_when_asked_to_has_done_so(
 ):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     ends = Ends(run)
-    run.stopped_file.write_text(json.dumps({"result": {"steps": 3}}))
+    run.stopped_file.write_text(json.dumps({**STOPPED, "result": {"steps": 3}}))
     assert _stopped_in_time(run, Interrupted(signal.SIGUSR2), ends) == {"steps": 3}
     with pytest.raises(RunFailed, match="stopped by SIGTERM"):
         _stopped_in_time(run, Interrupted(signal.SIGTERM), ends)

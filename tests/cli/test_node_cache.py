@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 from torch.utils.data import Subset
 
 from meshrun import ImageFolder, UserError
-from meshrun.cli.node_cache import copies_of, kept_on_node, leave_node, make_private, not_copied, use_node
+from meshrun.cli.node_cache import copies_of, kept_on_node, leave_node, make_private, not_copied, sweep, use_node
 from meshrun.config import MEMORY, RunConfig, RunDirectory
 from meshrun.data import cache
 from meshrun.recipes.images import STAMPS
@@ -94,8 +95,10 @@ def test_who_comes_when_the_disk_is_full_goes_where_the_first_one_went(
     assert first is not None
     first.mkdir(parents=True)
     monkeypatch.setattr(disks, "ROOM", 1 << 62)
-    monkeypatch.delenv("SLURM_TMPDIR")
+    (tmp_path / "other").mkdir()
+    monkeypatch.setenv("SLURM_TMPDIR", str(tmp_path / "other"))
     monkeypatch.setenv("TMPDIR", str(node))
+    assert copies_of(config("auto"), RunDirectory(tmp_path / "digits-2"), None, None) != first
     assert copies_of(config("auto"), run, None, None) == first
     with kept_on_node(config("auto"), run, None, None):
         pass
@@ -115,3 +118,34 @@ def test_a_folder_that_another_has_put_there_is_refused(tmp_path: Path):
         os.chown(tmp_path / "elsewhere", 12345, -1)
         with pytest.raises(UserError, match="is not this user's alone"):
             make_private(tmp_path / "elsewhere")
+
+
+def test_copies_of_a_run_that_was_killed_are_swept_by_the_next_run_of_the_user(node: Path, tmp_path: Path):
+    killed, lives = (RunDirectory(tmp_path / "runs" / name) for name in ("killed-1", "lives-1"))
+    if os.fork() == 0:  # a rank that is killed, and its launcher with it
+        use_node(config("tmp"), killed, None, Path("node-1"), print)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.wait()
+    left = copies_of(config("tmp"), killed, None, Path("node-1"))
+    assert left is not None and left.is_dir()
+    use_node(config("tmp"), lives, None, Path("node-2"), print)
+    held = copies_of(config("tmp"), lives, None, Path("node-2"))
+    with kept_on_node(config("tmp"), RunDirectory(tmp_path / "runs" / "next-1"), None, Path("node-3")):
+        assert list(node.iterdir()) == [held]
+    leave_node()
+    with kept_on_node(config("tmp"), RunDirectory(tmp_path / "runs" / "next-2"), None, Path("node-4")):
+        assert list(node.iterdir()) == []
+
+
+def test_copies_that_are_just_being_made_and_those_of_other_users_are_not_swept(node: Path):
+    new, old, another = (node / f"meshrun-{os.getuid()}-{name}-node" for name in ("new", "old", "another"))
+    for folder in (new, old, another):
+        folder.mkdir()
+    for folder in (old, another):
+        os.utime(folder, (0, 0))
+    if os.getuid() == 0:
+        os.chown(another, 12345, -1)
+    else:
+        another.rename(node / f"meshrun-{os.getuid() + 1}-another-node")
+    sweep([node])
+    assert new.exists() and not old.exists() and len(list(node.iterdir())) == 2

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
-from meshrun.cli.command import Asked, parse_run
+from meshrun import __version__
+from meshrun.cli.command import Asked, _as_before, invoke, parse_run
 from meshrun.cli.main import main
-from meshrun.cli.options import REQUIRED, options_of, run_options
+from meshrun.cli.options import REQUIRED, Option, options_of, run_options
 from meshrun.cli.target import make
-from meshrun.config import RunDirectory, option_fields
+from meshrun.config import RunConfig, RunDirectory, option_fields
 from meshrun.errors import UserError
 
 EVERY_TYPE = str(Path(__file__).parent / "programs" / "every_type.py")
@@ -311,7 +313,7 @@ def test_help_of_a_target_lists_its_options_with_types_defaults_and_help(
         "--kind small|large (default small)",
         "--depth 1|2|3 (default 1)",
         "--sizes INT,… (default 1,2)",
-        "--procs INT Local processes",
+        "--procs INT Number of local processes",
         "The mesh: axis=degree[:variant],…",
         "--config PATH",
     ):
@@ -337,10 +339,58 @@ def test_help_of_a_plain_script_lists_only_what_makes_sense_for_it(tmp_path: Pat
     assert "hello" not in shown, "asking for help must not run it"
 
 
-@pytest.mark.parametrize("words", [[], ["--help"]])
+@pytest.mark.parametrize("words", [["--version"], ["version"]])
+def test_the_version_is_a_command_and_an_option(words: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0 and capsys.readouterr().out == f"{__version__}\n"
+
+
+@pytest.mark.parametrize("words", [["run", "-h"], ["run", "digits", "-h"], ["sites", "-h"]])
+def test_a_short_h_asks_for_help(words: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0 and "Usage: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["--help"], ["-h"]])
 def test_without_a_command_the_commands_are_listed(words: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:
         main(words)
     shown = capsys.readouterr()
     assert ended.value.code == 0
     assert "recipes" in shown.out and shown.err == ""
+
+
+@pytest.mark.parametrize("kind, valid", [(Path, "a path"), (str, "a text")])
+@pytest.mark.parametrize("text", ["a\0b", "\ud800"], ids=ascii)
+def test_characters_that_no_file_can_have_are_refused(kind: type, valid: str, text: str):
+    option = Option("where", kind, None)
+    for read in (option.convert, option.from_document):
+        with pytest.raises(UserError, match=f"it must be {valid} .--where.$"):
+            read(text)
+    assert option.convert("caf\udce9") == kind("caf\udce9"), "names of files that are not UTF-8 come so"
+
+
+def test_more_epochs_for_a_run_of_steps_take_the_place_of_its_steps():
+    before = RunConfig("digits", steps=5)
+    assert _as_before(before, [], run_options(), {"epochs": 2.0})["steps"] is None
+    assert _as_before(before, [], run_options(), {})["steps"] == 5
+
+
+def test_ctrl_c_amid_a_command_is_an_interrupt():
+    app = typer.Typer()
+
+    @app.command()
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        invoke(app, [])
+
+
+def test_the_command_line_is_kept_without_its_secrets(tmp_path: Path):
+    path = written(tmp_path, "def experiment(api_key: str = '', lr: float = 0.1): ...")
+    found = parse_run([path, "--api-key", "s3cr3t", "--lr", "2"])
+    assert found is not None and found.config.options["api_key"] == "s3cr3t"
+    assert found.config.command == ("meshrun", "run", path, "--api-key", "(hidden)", "--lr", "2")

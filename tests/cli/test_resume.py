@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from meshrun.cli.command import Asked, parse_resume
-from meshrun.cli.resume import resume_command
+from meshrun.cli.resume import _refuse_complete, resume_command
 from meshrun.config import FORMAT, RunConfig, RunDirectory, write_json
-from meshrun.errors import UserError
+from meshrun.errors import SharedError, UserError
+from meshrun.launch.lock import lock
 from tests.launch.command import SCRIPT, TINY, events, meshrun
 
 
@@ -88,8 +91,9 @@ def test_a_config_with_options_that_this_version_does_not_know_is_refused(run: R
     document = run.document()
     document["config"]["colour"] = "red"
     write_json(run.path / "config.json", document)
-    assert "is not what this version of meshrun writes" in refusal(run.path)
-    assert "colour" in refusal(run.path)
+    assert refusal(run.path) == (
+        f"{run.path}/config.json cannot be used: its config has 'colour', which this version of meshrun does not know"
+    )
 
 
 def test_a_run_of_a_plain_script_is_refused(tmp_path: Path):
@@ -107,6 +111,38 @@ def test_a_run_that_has_reached_its_end_is_refused(run: RunDirectory, words: tup
     assert refusal(run.path, *words) == expected
 
 
+def test_a_run_without_a_checkpoint_is_refused(run: RunDirectory):
+    write_json(run.path / "result.json", {"steps": 8})
+    expected = (
+        f"{run.path} has no checkpoint to go on from; to begin it again at step 0, and replace what it has reached, "
+        f"give --from-start"
+    )
+    assert refusal(run.path, "--steps", "9") == expected
+    assert run.config().steps == 8
+
+
+def test_a_run_that_trains_and_has_no_checkpoint_yet_is_said_to_be_in_use(run: RunDirectory):
+    with lock(run):
+        assert "is in use by process" in refusal(run.path, "--steps", "9")
+
+
+def test_a_resume_that_is_refused_leaves_the_config_of_the_one_that_trains(run: RunDirectory):
+    winner, loser = (parsed(run, "--from-start", "--layout", "dp=2", "--steps", steps) for steps in ("80", "90"))
+    with lock(run), run.renewed(winner.config, winner.document):
+        with pytest.raises(UserError, match="is in use by process"):
+            resume_command(loser)
+        assert run.config().steps == 80 and len(run.document()["history"]) == 1
+
+
+def test_a_resume_that_another_one_has_overtaken_is_refused(run: RunDirectory):
+    winner, loser = (parsed(run, "--from-start", "--layout", "dp=2", "--steps", steps) for steps in ("80", "90"))
+    with lock(run), run.renewed(winner.config, winner.document):
+        pass
+    with pytest.raises(UserError, match="was started by another process in the meantime; give the command again"):
+        resume_command(loser)
+    assert run.config().steps == 80
+
+
 @pytest.fixture(scope="module")
 def four_steps(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks that has come to its end."""
@@ -121,6 +157,23 @@ def test_what_cannot_work_leaves_the_run_as_it_was(four_steps: Path):
     assert config_of(four_steps) == before
 
 
+def test_a_mistake_that_only_ranks_see_leaves_the_run_as_it_was(four_steps: Path):
+    before = (four_steps / "config.json").read_bytes()
+    for procs in (1, 2):
+        ended = meshrun(four_steps.parents[1], "resume", "runs/tiny-1", "--steps", 9, "--seed", 5, "--procs", procs)
+        assert ended.status == 2 and "seed" in ended.sentences[-1], ended.err
+        assert (four_steps / "config.json").read_bytes() == before
+
+
+def test_a_run_that_begins_again_from_its_start_has_all_steps_once_more(tmp_path: Path):
+    assert meshrun(tmp_path, "run", TINY, "--procs", 2, "--steps", 4, "--checkpoint", "none").status == 0
+    refused = meshrun(tmp_path, "resume", "runs/tiny-1", "--steps", 6)
+    assert refused.status == 2 and "has no checkpoint to go on from" in refused.sentences[0]
+    assert json.loads((tmp_path / "runs/tiny-1/result.json").read_text())["steps"] == 4
+    ended = meshrun(tmp_path, "resume", "runs/tiny-1", "--steps", 6, "--from-start", "--json")
+    assert ended.status == 0 and ended.document["steps"] == 6, ended.err
+
+
 def test_a_run_goes_on_where_it_was_in_other_processes_with_its_old_config_kept(four_steps: Path):
     run, folder = four_steps, four_steps.parents[1]
     first = config_of(run)
@@ -132,3 +185,14 @@ def test_a_run_goes_on_where_it_was_in_other_processes_with_its_old_config_kept(
     assert (now["config"]["steps"], now["config"]["procs"]) == (6, 1)
     assert now["history"] == [first]
     assert [each.name for each in (folder / "runs").iterdir()] == ["tiny-1"]
+
+
+@pytest.mark.parametrize(("asked", "complete"), [({"epochs": 1.0}, True), ({"epochs": 2.0}, False)])
+def test_a_run_that_has_reached_its_end_goes_on_only_where_its_length_was_changed(
+    tmp_path: Path, asked: dict[str, float], complete: bool
+):
+    run: Any = SimpleNamespace(path=tmp_path, result=lambda: {"steps": 10})
+    before = {"config": RunConfig("digits", epochs=1.0).to_json(), "resolved": {"steps": 10}}
+    wanted: Any = SimpleNamespace(config=RunConfig("digits", **asked))  # type: ignore[arg-type]
+    with pytest.raises(SharedError, match="has reached its 10 steps") if complete else nullcontext():
+        _refuse_complete(run, wanted, before)

@@ -35,7 +35,11 @@ def slurm(tmp_path: Path) -> None:
 
 def test_all_sites_are_listed_and_that_none_is_here(ask):
     status, out, err = ask("sites")
-    assert (status, err) == (0, "") and "  lumi-g           LUMI-G (CSC)\n" in out and "none of them is here" in out
+    assert (
+        (status, err) == (0, "")
+        and "  lumi-g           LUMI-G (CSC)\n" in out
+        and "this machine belongs to none of these" in out
+    )
     status, out, _ = ask("sites", "--json")
     document = json.loads(out)
     assert status == 0 and len(document["sites"]) == 10 and document["here"] is None
@@ -112,4 +116,4 @@ def test_a_slurm_that_does_not_answer_is_said_in_its_words(ask, tmp_path: Path):
     (tmp_path / "bin/scontrol").write_text(down)
     status, _, err = ask("sites", "probe")
     assert status == 1 and "scontrol show config failed: slurm_load_ctl_conf error: Unable to contact" in err
-    assert "none of them is here" in ask("sites")[1]
+    assert "this machine belongs to none of these" in ask("sites")[1]

@@ -233,7 +233,10 @@ def test_the_option_that_was_meant_is_named(call: Call, tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "sentence"),
     [
-        ("raise SystemExit('giving up')", "experiment() of mine.py ended the program in line 2: giving up"),
+        (
+            "raise SystemExit('giving up')",
+            "experiment() of mine.py ends the program in line 2, with sys.exit('giving up')",
+        ),
         ("return {}['width']", "experiment() of mine.py failed in line 2: KeyError: 'width'"),
     ],
 )

@@ -10,6 +10,7 @@ import torch
 
 from meshrun.cli.main import main
 from meshrun.cli.target import find, make
+from meshrun.cli.use import _device
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.state.weights import save_weights
 
@@ -101,3 +102,11 @@ def test_a_run_without_weights_or_of_a_plain_script_is_a_sentence(
     assert used(str(plain.path), "right") == 2
     assert "is a run of the plain script script.py, whose model meshrun does not know" in capsys.readouterr().err
     assert used("--weights", "last") == 2 and "use needs a RUN first" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("asked", "has_gpu", "device"),
+    [("auto", True, "cuda"), ("auto", False, "cpu"), ("cpu", True, "cpu"), ("cuda", True, "cuda")],
+)
+def test_the_model_is_on_the_device_that_was_asked_for(asked: str, has_gpu: bool, device: str):
+    assert _device(asked, has_gpu) == device

@@ -1,0 +1,32 @@
+"""What a rank writes down when it fails: at which step, whether it is a consequence, and where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from meshrun.cli.recorder import Recorder
+from meshrun.config import RunConfig, RunDirectory
+from meshrun.mesh import PeerLost
+from meshrun.observe.events import read_events
+from meshrun.observe.failures import failures_in
+
+
+def failure_of(tmp_path: Path, error: Exception) -> list[dict[str, object]]:
+    """The event in the run directory and the one in the node's memory, of a rank that fails after step 4."""
+    run = RunDirectory.create(RunConfig("digits", runs=tmp_path))
+    recorder = Recorder(run, 1, None, tmp_path)
+    recorder("step", step=4)
+    recorder.failure(error, 1)
+    recorder.close()
+    return [read_events(path)[-1] for path in (run.events_of(1), failures_in(tmp_path, 1))]
+
+
+def test_a_failure_names_its_step_and_is_in_the_nodes_memory_too(tmp_path: Path):
+    for event in failure_of(tmp_path, ValueError("bad")):
+        assert "failed at step 5: ValueError: bad" in str(event["sentence"])
+        assert (event["secondary"], event["by_user"]) == (False, False)
+
+
+def test_the_loss_of_another_rank_is_a_consequence(tmp_path: Path):
+    for event in failure_of(tmp_path, PeerLost("rank 1 lost another rank")):
+        assert event["secondary"] is True

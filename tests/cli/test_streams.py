@@ -1,0 +1,75 @@
+"""Standard output and error of a command: readers that go away, disks that take no more, streams that are not there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from meshrun.errors import printable
+from tests.launch.command import TINY
+
+MESHRUN = [sys.executable, "-m", "meshrun"]
+
+
+def shell(line: str, folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """A line of bash in which "$@" is a meshrun command; its status is that command's."""
+    command = ["bash", "-c", f"{line}; exit ${{PIPESTATUS[0]}}", "bash", *MESHRUN, *words]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=90, check=False, env=env)
+
+
+@pytest.mark.parametrize("line", ['"$@" | head -1', '"$@" 2>&1 | head -1', '"$@" | true', '"$@" 2>&1 | true'])
+def test_a_reader_that_goes_away_is_no_error(line: str, tmp_path: Path):
+    ended = shell(line, tmp_path, "sites")
+    assert ended.returncode == 0 and not ended.stderr, ended.stderr
+
+
+def test_a_status_other_than_0_reaches_the_shell_though_nobody_reads(tmp_path: Path):
+    assert shell('"$@" 2>&1 | true', tmp_path, "inspect", "nowhere").returncode == 2
+
+
+def test_a_training_whose_reader_has_gone_comes_to_its_end(tmp_path: Path):
+    ended = shell('"$@" 2>&1 | head -1', tmp_path, "run", TINY, "--procs", "2", "--steps", "6")
+    assert ended.returncode == 0 and not ended.stderr, ended.stderr
+    assert json.loads((tmp_path / "runs" / "tiny-1" / "result.json").read_text())["steps"] == 6
+
+
+def test_output_that_cannot_be_written_is_an_error_in_one_sentence(tmp_path: Path):
+    ended = shell('"$@" >/dev/full', tmp_path, "sites", "--json")
+    assert ended.returncode == 1
+    assert ended.stderr == "meshrun: standard output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("line", ['"$@" >&-', '"$@" 2>&-', '"$@" <&-', '"$@" <&- >&- 2>&-', '"$@" 2>/dev/full'])
+def test_streams_that_are_not_there_are_no_error(line: str, tmp_path: Path):
+    ended = shell(line, tmp_path, "version")
+    assert ended.returncode == 0 and "Traceback" not in ended.stderr
+
+
+def test_a_file_is_never_taken_for_a_stream_that_was_closed(tmp_path: Path):
+    (tmp_path / "script.py").write_text(
+        "import os\nwith open('notes', 'w') as file:\n    os.write(1, b'printed')\n    file.write('noted')\n"
+    )
+    ended = shell('"$@" >&-', tmp_path, "run", "script.py")
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "notes").read_text() == "noted"
+
+
+def test_control_characters_are_shown_and_not_obeyed():
+    assert printable("a\x1b]0;owned\x07\x1b[2Jb\n\tc ü漢 \u2028\x85") == (
+        r"a\x1b]0;owned\x07\x1b[2Jb" + "\n\tc ü漢 " + r"\u2028\x85"
+    )
+
+
+def test_what_a_program_raises_does_nothing_to_the_terminal(tmp_path: Path):
+    (tmp_path / "evil.py").write_text(
+        "from meshrun import UserError\ndef experiment():\n    raise UserError('\\x1b[2Jgone')\n"
+    )
+    ended = shell('"$@"', tmp_path, "run", "evil.py")
+    assert ended.returncode == 2
+    assert ended.stderr == "meshrun: \\x1b[2Jgone\n"
