@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -20,6 +22,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are as many workers and r
 settings.register_profile("suite", deadline=None)  # how long an example takes is up to what else the machine does
 settings.load_profile("suite")
 TIMEOUT_S = 60.0
+REPLACED = ("dropout", "dropout1d", "dropout2d", "dropout3d", "scaled_dot_product_attention")
 LONG = (
     "tests/cluster/test_deadline.py",
     "tests/train/test_axes.py",
@@ -61,6 +64,16 @@ def no_gpus_unless_asked_for(request: pytest.FixtureRequest, monkeypatch: pytest
     """Processes that a test starts see no GPU, so that the suite does the same on every machine."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+
+@pytest.fixture(autouse=True)
+def torch_functions_stay() -> Iterator[None]:
+    """A training in the test's own process replaces functions of torch, which later tests must not meet."""
+    functions = sys.modules.get("torch.nn.functional")
+    before = {name: getattr(functions, name) for name in REPLACED if functions}
+    yield
+    for name, function in before.items():
+        setattr(functions, name, function)
 
 
 @functools.cache

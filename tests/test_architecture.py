@@ -17,19 +17,23 @@ from tests.pace import SMALL_HELP, cost
 HOUSE = Path(meshrun.__file__).parent
 ROOT = HOUSE.parent
 
-GROUND = {"errors", "layout", "experiment", "config"}
-AXES_AND_STATE = {"mesh", "errors", "experiment", "layout"}
+GROUND = {"errors", "files", "layout", "experiment", "config", "strict_json"}
+AXES_AND_STATE = {"mesh", "errors", "files", "experiment", "layout", "strict_json"}
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "files": set(),
+    "strict_json": {"files"},
+    "typed_json": set(),
+    "store": {"errors"},
     "layout": {"errors"},
     "experiment": {"errors"},
-    "config": {"errors"},
+    "config": {"errors", "files", "strict_json"},
     "world": GROUND,
     "plan": GROUND,
     "observe": GROUND,
-    "launch": {"world", "errors", "config"},
+    "launch": {"world", "errors", "files", "config", "strict_json", "store"},
     "kernels": set(),
-    "mesh": {"world", "layout", "errors"},
+    "mesh": {"world", "layout", "errors", "store", "typed_json"},
     "parallel": AXES_AND_STATE | {"kernels"},
     "data": AXES_AND_STATE | {"config"},  # staging writes its files like the run directory's, and knows where they lie
     "state": AXES_AND_STATE,
@@ -41,7 +45,10 @@ PUBLIC_NAMES_ONLY = {"recipes"}
 DOORS = {"__init__", "__main__"}
 """The front door offers names of any room; the back door starts the command line."""
 
-WITHOUT_TORCH = ("world", "launch", "layout", "plan", "errors", "experiment", "config")
+WITHOUT_TORCH = (
+    *("world", "launch", "store", "layout", "plan"),
+    *("errors", "experiment", "config", "files", "strict_json", "typed_json"),
+)
 LAUNCHERS_VARIABLE = re.compile(
     "(RANK|WORLD_SIZE|LOCAL_RANK|LOCAL_WORLD_SIZE|GROUP_RANK|GROUP_WORLD_SIZE|MASTER_ADDR|MASTER_PORT)"
     "|(SLURM|OMPI|PMI|PMIX|MPI|TORCHELASTIC)_[A-Za-z_]+"
@@ -172,6 +179,14 @@ def test_outside_world_the_environment_is_only_handed_to_detect():
 @pytest.mark.parametrize("forbidden", ["pickle.load", "torch.load"])
 def test_no_pickle_is_loaded(forbidden: str):
     assert not [file for file in FILES if forbidden in (HOUSE / file).read_text()]
+
+
+def test_ranks_exchange_no_pickles():
+    """torch's collectives of objects send pickles, which execute whatever their sender has put into them."""
+    pickling = re.compile(r"\w+_object(_list)?|pickle|cPickle|dill|cloudpickle|marshal|shelve")
+    named = {(file, name) for file, tree in FILES.items() for name in names_in(tree) if pickling.fullmatch(name)}
+    # A reader asks whether its error can be sent to its parent; the archive writes files for `torch.load`.
+    assert named == {("data/readers.py", "pickle"), ("state/archive.py", "pickle")}
 
 
 def in_fresh_python(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -110,6 +110,7 @@ def _request(asked: Mapping[str, Any]) -> dict[str, Any]:
         "argv": [os.fsdecode(word) for word in asked["args"]],
         "environment": dict(os.environ if asked["env"] is None else asked["env"]),
         "cwd": str(asked["cwd"] or Path.cwd()),
+        "cores": sorted(os.sched_getaffinity(0)),
         "session": bool(asked["start_new_session"]),
         "group": -1 if group is None else group,
         "numbers": [0, 1, 2, *asked["pass_fds"]],
@@ -252,6 +253,7 @@ def _be_a_process(request: Mapping[str, Any], fds: Sequence[int], keep: int = 0)
     sys.stderr = open(2, "w", closefd=False, buffering=1, errors="backslashreplace")  # noqa: SIM115
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
     os.chdir(request["cwd"])
+    os.sched_setaffinity(0, request["cores"])
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.path[0] = os.getcwd()  # noqa: PTH109
