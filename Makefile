@@ -2,13 +2,15 @@
 # make demo    train the digits recipe on 2 local processes
 # make test    lint, types, and all tests
 # make every   the long cases that `make test` leaves out
+# make mutants plants known mistakes in a copy of the tree, one at a time, and names those that no test notices
+# make fuzz    damaged inputs for every format that is read: FUZZ=10000 a format (docs/fuzzing.md)
 # make bench   all benchmarks; installs the peers that some compare with
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup demo test every lint collect bench launchers
+.PHONY: setup demo test every fuzz lint collect mutants bench launchers
 
 # Tests start many processes: none of them should compile what another one has.
 unexport PYTHONDONTWRITEBYTECODE
@@ -35,6 +37,12 @@ test:
 every: setup launchers
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m every
 
+# FORMATS="tokens hdf5" takes some formats only, SEED=2 draws other inputs.
+FUZZ ?= 10000
+SEED ?= 1
+fuzz: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.fuzz $(FORMATS) --inputs $(FUZZ) --seed $(SEED)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -43,6 +51,10 @@ lint: setup
 # Compiles what tests import, and tests themselves: else each worker would do so, since all begin at once.
 collect: setup
 	@$(BIN)/python -m pytest --collect-only -qq >/dev/null || true
+
+# Some of them: make mutants MUTANTS="state saver-size", rooms or ids of tests/mutants/*.toml.
+mutants: setup
+	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 bench: setup
 	@$(PIP) -e '.[peers]'
