@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -23,6 +23,8 @@ settings.register_profile("suite", deadline=None)  # how long an example takes i
 settings.load_profile("suite")
 TIMEOUT_S = 60.0
 REPLACED = ("dropout", "dropout1d", "dropout2d", "dropout3d", "scaled_dot_product_attention")
+torch_functions: dict[str, Any] = {}
+"""torch's own functions of the names in REPLACED."""
 LONG = (
     "tests/cluster/test_deadline.py",
     "tests/train/test_axes.py",
@@ -53,6 +55,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(marker.kwargs.get("timeout", TIMEOUT_S) + 60))
 
 
+def pytest_collection_finish() -> None:
+    """Record torch's own functions before any test or fixture, whatever its scope, trains in this process."""
+    functions = sys.modules.get("torch.nn.functional")
+    torch_functions.update({name: getattr(functions, name) for name in REPLACED if functions})
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """A training in the test's own process replaces functions of torch, which later tests must not meet."""
+    for name, function in torch_functions.items():
+        setattr(sys.modules["torch.nn.functional"], name, function)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not cuda_is_available():
@@ -64,16 +79,6 @@ def no_gpus_unless_asked_for(request: pytest.FixtureRequest, monkeypatch: pytest
     """Processes that a test starts see no GPU, so that the suite does the same on every machine."""
     if request.node.get_closest_marker("gpu") is None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-
-
-@pytest.fixture(autouse=True)
-def torch_functions_stay() -> Iterator[None]:
-    """A training in the test's own process replaces functions of torch, which later tests must not meet."""
-    functions = sys.modules.get("torch.nn.functional")
-    before = {name: getattr(functions, name) for name in REPLACED if functions}
-    yield
-    for name, function in before.items():
-        setattr(functions, name, function)
 
 
 @functools.cache
