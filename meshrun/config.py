@@ -407,10 +407,9 @@ class RunDirectory:
 
     def what_is_left(self) -> str:
         """For a sentence on a run that was stopped: which state was saved, and how to continue from it."""
-        saved = sorted(file.parent.name for file in self.checkpoints.glob("step-*/manifest.json"))
-        if not saved:
+        step = self.saved_step()
+        if step is None:
             return f"no state was saved; {self.path} has its logs"
-        step = int(saved[-1].removeprefix("step-"))
         return f"state saved at step {step:,}; continue with: meshrun resume {self.path}"
 
     @property

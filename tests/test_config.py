@@ -399,3 +399,11 @@ def test_room_that_was_kept_is_freed_when_there_is_little_else(tmp_path: Path, m
     monkeypatch.setattr(config_module, "free_bytes", lambda _: 0)
     config_module.use_reserve(tmp_path)
     assert not (tmp_path / "reserve").exists()
+
+
+def test_a_run_that_was_stopped_names_the_newest_of_its_checkpoints_and_how_to_continue(tmp_path: Path):
+    run = RunDirectory.create(RunConfig(target="digits", runs=tmp_path))
+    assert run.what_is_left() == f"no state was saved; {run.path} has its logs"
+    for name in ("step-99999999", "step-100000000", "step-100000000.1", ".partial-step-200000000"):
+        (run.checkpoints / name).mkdir(parents=True)
+    assert run.what_is_left() == f"state saved at step 100,000,000; continue with: meshrun resume {run.path}"
