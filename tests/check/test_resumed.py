@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import importlib
+import math
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from meshrun import mesh
-from meshrun.check.probe import CHECKPOINTS, Found, Probing, probe
+from meshrun.check.probe import CHECKPOINTS, LARGEST, WEIGHTS, Found, Probing, probe
 from meshrun.check.resumed import Compared, Resumption, resume
 from meshrun.check.verify import allow
 from meshrun.layout import parse
@@ -75,3 +80,38 @@ def test_verify_resumes_on_the_layout_and_in_one_process(tmp_path: Path):
     assert not any(each["ok"] for each in row["resumed"])
     (row,) = verify(tmp_path, "mistakes:slowing_optimizer", *words, "--no-resume").document["layouts"]
     assert row["ok"] and row["resumed"] == []
+
+
+ALONE = Found("dp=1", 1, 1, [2.0, 1.0], [1.0, 1.0], [{}, {}], {}, 8, "ids", {}, [], [1], [], [])
+
+
+@pytest.mark.parametrize(
+    ("losses", "norms", "first"),
+    [
+        ([2.0, 1.0], [1.0, 1.0], None),
+        ([2.0, 1.5], [1.0, 1.0], 2),
+        ([2.0, math.nan], [1.0, 1.0], 2),
+        ([2.0, 1.0], [1.5, 1.0], 1),
+    ],
+)
+def test_the_losses_and_norms_of_the_resumed_training_are_compared(
+    tmp_path: Path, losses: list[float], norms: list[float], first: int | None
+):
+    for name in (WEIGHTS, LARGEST):
+        save_file({"w": torch.ones(2)}, tmp_path / name)
+    resumption = Resumption("dp=1", "dp=2", 1, None, losses, norms)
+    compared = resumption.compared(ALONE, replace(ALONE, layout="dp=2"), (tmp_path, tmp_path), allow(1e-5, None, 2))
+    assert compared.verdict.ok == (first is None) and compared.verdict.first_step == first
+    assert (compared.cause is None) == (first is None)
+    if first is not None:
+        assert f"first at step {first})" in str(compared.cause)
+
+
+@pytest.mark.parametrize("change", [{"saved": None}, {"saved": 3, "unsaved": "the disk is full"}])
+def test_a_training_without_a_checkpoint_is_not_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+):
+    monkeypatch.setattr(Found, "read", lambda _folder: replace(ALONE, **change))
+    nothing: Any = None
+    resume(nothing, nothing, Probing(tmp_path), tmp_path, 0)
+    assert Resumption.all_in(tmp_path) == {}

@@ -25,7 +25,7 @@ import pytest
 from meshrun.cli.launcher import wanted_of
 from meshrun.config import RunConfig
 from meshrun.errors import RunFailed, SharedError, UserError
-from meshrun.launch import agents, secret
+from meshrun.launch import agents, secret, wire
 from meshrun.launch import munge as credentials
 from meshrun.launch.agents import likely_port, ranks_to_start
 from meshrun.launch.head import Outcome
@@ -34,6 +34,7 @@ from meshrun.world import World, detect
 from meshrun.world.rendezvous import lookup, publish
 from tests import warm
 from tests.launch.command import TINY, events, meshrun, wait_until
+from tests.launch.test_hub import Open, answering, door  # noqa: F401 - fixtures
 from tests.launch.test_local import free_port
 
 
@@ -356,3 +357,18 @@ def test_a_node_that_cannot_write_beside_the_runs_is_refused(tmp_path: Path, mon
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(SharedError, match=r"cannot make a run directory in .*Permission denied"):
         agents._refuse_unwritable(tmp_path)
+
+
+def test_a_silent_stranger_at_an_old_address_does_not_keep_a_node_from_the_true_one(
+    answering: Open,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(agents, "ANSWERED", 0.1)
+    monkeypatch.setattr(wire, "PATIENCE", 0.1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        addresses = iter([silent.getsockname(), ("127.0.0.1", answering.hub.port)])
+        monkeypatch.setattr(agents, "lookup", lambda *_: next(addresses))
+        joined = agents.find_hub(detect(of_task(1)), tmp_path, ranks=2, patience=3)
+    assert joined.where == f"127.0.0.1:{answering.hub.port}"
+    joined.close()

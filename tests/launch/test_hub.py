@@ -388,3 +388,21 @@ def test_nodes_learn_that_a_run_has_failed_by_its_sentence_too(tmp_path: Path):
     (over,) = [said for said in who.receive() if "over" in said]
     assert over["failed"] and over["over"] == "a node is missing"
     who.close()
+
+
+def test_a_run_that_is_over_takes_no_further_node_and_lets_go_of_those_it_has(tmp_path: Path):
+    door = Open(tmp_path)
+    who = door.node()
+    door.hub.finish(Outcome())
+    assert is_shown_out(who)
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", door.hub.port), timeout=5)
+    who.close()
+
+
+def test_a_node_that_hangs_up_is_lost_at_once_and_its_connection_is_closed(door: Open):
+    who = door.node()
+    (peer,) = door.hub._peers.values()
+    who.close()
+    assert door.news() == [Left(peer.id)]
+    assert peer.wire.fileno() == -1 and door.hub.fds == [door.hub._server.fileno()]

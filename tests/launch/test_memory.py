@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,3 +106,28 @@ def test_folders_of_launchers_that_live_stay_and_those_of_killed_ones_go(
         (left / LOCK).touch()
         with Memory(RunDirectory(tmp_path / "next-1"), "1"):
             assert lives.path.is_dir() and not left.exists()
+
+
+def test_a_launcher_waits_while_another_one_makes_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(config, "MEMORY", tmp_path / "shm")
+    run = RunDirectory(tmp_path / "run")
+    of_user = run.memory_of("7").parent.parent
+    with Memory(run, "6"):
+        pass
+    other = os.open(of_user, os.O_RDONLY)
+    fcntl.flock(other, fcntl.LOCK_EX)
+    began = threading.Event()
+
+    def take() -> None:
+        began.set()
+        with Memory(run, "7"):
+            made.set()
+
+    made = threading.Event()
+    thread = threading.Thread(target=take)
+    thread.start()
+    began.wait()
+    assert not made.wait(0.1), "the other one may sweep away a folder that nobody holds yet"
+    os.close(other)
+    thread.join(20)
+    assert made.is_set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrun.launch.parting import dead_file, is_anybody_gone
+from meshrun.launch.parting import dead_file, is_anybody_gone, let_go
 from tests.launch.command import PROGRAMS, wait_until
 
 
@@ -62,3 +63,24 @@ def test_ranks_that_are_gone_are_named_by_the_launcher(tmp_path: Path, text: str
     dead_file(tmp_path, 3).write_text(text)
     assert is_anybody_gone(dead_file(tmp_path, 3)) is gone
     assert not is_anybody_gone(dead_file(tmp_path, 4))
+
+
+def is_shut(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_only_connections_that_are_waited_on_together_with_the_port_that_takes_them_are_shut(takes: bool):
+    ours, theirs = socket.socketpair()
+    with socket.create_server(("127.0.0.1", 0)) as server, ours, theirs, select.epoll() as waiting:
+        for polled in (ours, server) if takes else (ours,):
+            waiting.register(polled.fileno(), select.EPOLLIN)
+        assert let_go() == takes
+        assert is_shut(theirs) == takes
+        with socket.create_connection(server.getsockname(), timeout=5):
+            pass  # the port itself is open still
+        assert let_go() == 0 or takes

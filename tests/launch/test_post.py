@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from meshrun.config import RunDirectory
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import CutOff, RunFailed, UserError
 from meshrun.launch import local, post, secret
 from meshrun.launch.head import Head, Member, Wanted
 from meshrun.launch.job import silent
@@ -188,3 +188,119 @@ def test_a_first_node_whose_port_is_closed_for_some_time_is_not_called_any_more(
     began = time.monotonic()
     assert post._found_again(lost, 60.0, Stopped(), never, lambda: False) is None
     assert time.monotonic() - began < 30
+
+
+class FewTurns(Stopped):
+    """A signal comes after so many turns of the loop."""
+
+    def __init__(self, turns: int) -> None:
+        self.turns, self.at_once = turns, False
+
+    @property
+    def by(self) -> int:  # type: ignore[override]
+        self.turns -= 1
+        return signal.SIGTERM if self.turns < 0 else 0
+
+
+@pytest.mark.parametrize("speaks", [False, True])
+def test_a_first_node_that_is_silent_is_lost_and_one_that_speaks_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, speaks: bool
+):
+    monkeypatch.setattr(post, "SILENCE", 0.05)
+    monkeypatch.setattr(post, "LOOK_EVERY", 0.02)
+    ours, theirs = (Wire(each) for each in socket.socketpair())
+    node = Ranks()
+    if speaks:
+        monkeypatch.setattr(node, "news", lambda: theirs.send({"alive": True}) or time.sleep(0.02) or [])  # type: ignore[func-returns-value]
+    stopped = FewTurns(20)
+    assert Post(ours, "n1:1", tmp_path, "me", 2).serve(node, stopped, False) is None  # type: ignore[arg-type]
+    assert (stopped.turns >= 0) == (not speaks)
+    for wire in (ours, theirs):
+        wire.close()
+
+
+def taken_part(
+    run: Path, monkeypatch: pytest.MonkeyPatch, over: dict[str, Any] | None, as_one: bool = False, result: bool = False
+) -> None:
+    """Take part in a run of which all that is heard is its last word; without one, it is lost."""
+
+    def serve(*_: object) -> dict[str, Any] | None:
+        if result:
+            (run / "result.json").touch()
+        return over
+
+    node = SimpleNamespace(close=lambda: None, stop=lambda _: None, elsewhere=[], busy=False)
+    monkeypatch.setattr(post, "Node", lambda *_: node)
+    joined: Any = SimpleNamespace(run=run, where="n1:1", serve=serve, close=lambda: None)
+    nothing: Any = None
+    post.take_part(joined, nothing, nothing, silent, nothing, patience=0.0, as_one=as_one)
+
+
+FAILED = {"over": "rank 3 failed", "failed": True, "cut_off": False}
+LOST = {"over": "", "failed": True, "cut_off": True}
+
+
+@pytest.mark.parametrize(
+    ("over", "as_one", "error", "sentence"),
+    [
+        (FAILED, False, RunFailed, "rank 3 failed"),
+        (FAILED, True, RunFailed, ""),
+        (LOST, False, CutOff, "the run has failed; its first node, n1:1, says why"),
+        (LOST, True, CutOff, ""),
+        (None, False, CutOff, "the run's first node, n1:1, is lost, and all ranks here were ended"),
+    ],
+)
+def test_a_node_ends_as_the_run_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    over: dict[str, Any] | None,
+    as_one: bool,
+    error: type[Exception],
+    sentence: str,
+):
+    (tmp_path / "result.json").touch()  # of an earlier leg of the same run
+    with pytest.raises(RunFailed) as ended:
+        taken_part(tmp_path, monkeypatch, over, as_one)
+    assert type(ended.value) is error
+    assert str(ended.value).startswith(sentence) and bool(str(ended.value)) == bool(sentence)
+
+
+@pytest.mark.parametrize(
+    ("over", "as_one"), [({"over": "", "failed": False, "cut_off": False}, False), (None, False), (FAILED, True)]
+)
+def test_a_node_ends_well_where_the_run_has_a_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: dict[str, Any] | None, as_one: bool
+):
+    taken_part(tmp_path, monkeypatch, over, as_one, result=True)
+
+
+def test_ranks_of_a_node_that_is_cut_off_learn_that_all_ranks_elsewhere_are_out_of_reach():
+    node = Ranks()
+    node.elsewhere = [0, 1, 4]  # type: ignore[attr-defined]
+    post._end_ranks(node, Stopped())  # type: ignore[arg-type]
+    assert node.stops == [Stop(dead=(0, 1, 4))] and not node.busy
+
+
+def test_a_first_node_that_is_away_for_a_moment_is_found_again(monkeypatch: pytest.MonkeyPatch):
+    seconds = iter(range(100))
+    monkeypatch.setattr(post, "time", SimpleNamespace(monotonic=lambda: next(seconds), sleep=lambda _: None))
+    monkeypatch.setattr(post, "REFUSED", 10.0)
+    refused, stranger = ConnectionRefusedError(), RunFailed("it does not know the secret")
+    answers: list[Any] = [refused, refused, OSError(), refused, refused, stranger, refused, "found"]
+
+    def again() -> object:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    never: Any = SimpleNamespace(reached=lambda: False)
+    lost: Any = SimpleNamespace(again=again)
+    found: Any = post._found_again(lost, 60.0, Stopped(), never, lambda: False)
+    assert found == "found"
+
+
+@pytest.mark.parametrize(("over", "orphan"), [(True, False), (False, True)])
+def test_nobody_is_called_once_the_run_is_over_or_its_first_node_is_known_to_be_gone(over: bool, orphan: bool):
+    ends: Any = SimpleNamespace(reached=lambda: over)
+    assert post._found_again(SimpleNamespace(), 60.0, Stopped(), ends, lambda: orphan) is None  # type: ignore[arg-type]

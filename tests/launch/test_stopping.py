@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,13 +14,16 @@ from typing import Any
 
 import pytest
 
+from meshrun import strict_json
 from meshrun.launch.node import Node, Stopped
-from meshrun.launch.ranks import GRACE, STEP, Ranks, Stop, _Process
+from meshrun.launch.parting import dead_file
+from meshrun.launch.ranks import GRACE, STEP, Ranks, Stop, _allow_many_files, _kill_group, _Process
+from meshrun.launch.wire import readable
 
 
-def ranks_of(memory: Path | None = None) -> Ranks:
+def ranks_of(memory: Path | None = None, saving: float = 0.0) -> Ranks:
     """Ranks of a node without a nursery."""
-    made = Ranks(SimpleNamespace(memory=memory, ranks=1, saving=0.0), None)  # type: ignore[arg-type]
+    made = Ranks(SimpleNamespace(memory=memory, ranks=1, saving=saving), None)  # type: ignore[arg-type]
     made._seat = SimpleNamespace(generation=0)  # type: ignore[assignment]
     return made
 
@@ -101,3 +105,80 @@ def test_ranks_elsewhere_are_all_but_those_of_the_node():
     node: Any = Node.__new__(Node)
     node._seat, node._ranks = SimpleNamespace(first=2, size=6), SimpleNamespace(count=2)
     assert node.elsewhere == [0, 1, 4, 5]
+
+
+def test_processes_that_a_rank_has_started_are_killed_with_it():
+    words = "import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', 'print(1, flush=True); input()'])"
+    with subprocess.Popen(
+        [sys.executable, "-S", "-c", words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+    ) as rank:
+        assert rank.stdout is not None and rank.stdout.readline() == b"1\n"
+        _kill_group(rank.pid)
+        assert rank.wait(30) == -signal.SIGKILL
+        assert readable([rank.stdout.fileno()], 30) and rank.stdout.read() == b"", "who held its output is gone, too"
+
+
+def test_a_launcher_may_open_as_many_files_as_the_system_allows():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
+        _allow_many_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(
+    ("stop", "saving", "since", "killed"),
+    [
+        (Stop(final=True), 300.0, 200.0, False),
+        (Stop(final=True), 300.0, 400.0, True),
+        (Stop(final=True), 0.0, 31.0, False),
+        (Stop(final=True, dead=(1,)), 300.0, 200.0, True),
+        (Stop(final=True, hurried=True), 300.0, 200.0, True),
+        (Stop(), 300.0, 200.0, True),
+    ],
+)
+def test_ranks_that_write_get_the_time_of_the_job_where_nobody_is_lost(
+    tmp_path: Path, stop: Stop, saving: float, since: float, killed: bool
+):
+    ranks = ranks_of(tmp_path, saving)
+    ranks.stop(stop)
+    ranks._alive[0] = process = _Process(1, -1, signal.SIGTERM)
+    (tmp_path / "words-0.busy").touch()
+    ranks._stopped_at = ranks._well_at = time.monotonic() - since
+    ranks._kill_the_late()
+    assert (process.signalled == signal.SIGKILL) == killed
+
+
+@pytest.mark.parametrize(("stop", "killed"), [(Stop(final=True), False), (Stop(), True), (Stop(dead=(3,)), True)])
+def test_an_evaluation_is_waited_for_only_where_all_are_well(stop: Stop, killed: bool):
+    ranks = ranks_of(saving=1000.0)
+    ranks._takes_long = lambda: True
+    ranks.stop(stop)
+    ranks._alive[0] = process = _Process(1, -1, signal.SIGTERM)
+    ranks._stopped_at = ranks._well_at = time.monotonic() - 20.0
+    ranks._kill_the_late()
+    assert (process.signalled == signal.SIGKILL) == killed
+
+
+def test_ranks_that_are_killed_or_hang_are_named_to_those_that_are_left(tmp_path: Path):
+    ranks = ranks_of(tmp_path)
+    ranks._alive = {rank: _Process(1, -1) for rank in (0, 1, 2)}
+    assert ranks._lost(1, -signal.SIGSEGV).own
+    ranks.stop(Stop(dead=(2,), final=True))
+    assert strict_json.read(dead_file(tmp_path, 0)) == {"ranks": [1, 2], "final": True}
+    assert [process.signalled for process in ranks._alive.values()] == [signal.SIGTERM, signal.SIGKILL]
+
+
+def test_a_rank_that_dies_while_all_are_asked_to_stop_ends_the_time_that_the_others_have_for_saving(tmp_path: Path):
+    ranks = ranks_of(tmp_path, saving=300.0)
+    ranks._alive = {rank: _Process(1, -1) for rank in (0, 1)}
+    ranks.stop(Stop(final=True))
+    (tmp_path / "words-0.busy").touch()
+    ranks._stopped_at = ranks._well_at = time.monotonic() - 200.0
+    ranks._kill_the_late()
+    assert ranks._alive[0].signalled == signal.SIGTERM
+    ranks._lost(1, -signal.SIGSEGV)
+    ranks._kill_the_late()
+    assert ranks._alive[0].signalled == signal.SIGKILL

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from meshrun.observe.flight import Call, Group
 from meshrun.observe.hang import DataReader, Witness, diagnose, place_of
 from meshrun.observe.pulse import Reading
 from meshrun.observe.stacks import Frame
-from meshrun.observe.testimony import all_witnesses, publish
+from meshrun.observe.testimony import FRESH, all_witnesses, publish
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"
 BACKWARD = [Frame(f"{TORCH}/autograd/graph.py", 800, "_engine_run_backward"), Frame("/home/me/loop.py", 4, "main")]
@@ -190,3 +193,26 @@ def test_witnesses_of_other_nodes_are_read_as_they_were_written(tmp_path: Path):
     found = all_witnesses(tmp_path / "hangs", 0, [waiting(0)], give_up=0.0)
     assert [each.rank for each in found] == [0, 1]
     assert found[1].readers == there.readers and found[1].groups == there.groups and found[1].pulse == there.pulse
+
+
+def test_what_another_node_saw_in_an_earlier_hang_is_left_out(tmp_path: Path):
+    old, new = publish(tmp_path, 0, [waiting(1)]), publish(tmp_path, 0, [waiting(2)])
+    now = new.stat().st_mtime
+    os.utime(old, (now - FRESH - 1, now - FRESH - 1))
+    os.utime(new, (now - FRESH / 2, now - FRESH / 2))
+    assert [witness.rank for witness in all_witnesses(tmp_path, 0, [waiting(0)], give_up=0.0)] == [0, 2]
+
+
+def test_a_node_waits_for_what_the_others_see_until_all_ranks_of_its_groups_have_shown_themselves(tmp_path: Path):
+    later = threading.Timer(0.05, publish, (tmp_path, 0, [waiting(1)]))
+    later.start()
+    began = time.monotonic()
+    assert [witness.rank for witness in all_witnesses(tmp_path, 0, [waiting(0)], began + 20)] == [0, 1]
+    assert time.monotonic() - began < 10
+    later.join()
+
+
+def test_a_node_that_sees_no_group_waits_for_the_others_until_the_end(tmp_path: Path):
+    give_up = time.monotonic() + 0.15
+    all_witnesses(tmp_path, 0, [waiting(0, groups=[])], give_up)
+    assert time.monotonic() >= give_up

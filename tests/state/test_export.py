@@ -323,3 +323,12 @@ def test_the_llama_logits_do_depend_on_the_weights():
     first, second = Llama(shape).eval(), Llama(shape).eval()
     with torch.no_grad():
         assert functional.mse_loss(first(torch.arange(9)[None]), second(torch.arange(9)[None])) > 1e-6
+
+
+def test_second_names_are_of_weights_that_are_there_and_hide_none(tmp_path: Path):
+    checkpoint = saved(tmp_path / "c", {"model/embed": numbers(2, 3), "model/head": numbers(2, 3) + 1})
+    to_torch(checkpoint, tmp_path / "m.pt", {"head": "embed", "tail": "embed", "lost": "gone"})
+    found = torch.load(tmp_path / "m.pt", weights_only=True)
+    assert found.keys() == {"embed", "head", "tail"}
+    assert torch.equal(found["head"], numbers(2, 3) + 1), "a weight of its own, though it was tied before"
+    assert found["tail"].data_ptr() == found["embed"].data_ptr()
