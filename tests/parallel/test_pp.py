@@ -406,3 +406,30 @@ def test_a_segment_that_only_moves_numbers_has_its_cost():
     _, moved = pp._shaped(lambda x: x.clone(), (torch.zeros(4, 5),), {})
     _, multiplied = pp._shaped(nn.Linear(5, 5, device="meta"), (torch.zeros(4, 5),), {})
     assert 0 < moved < multiplied
+
+
+class Auxiliary(nn.Module):
+    """Has one more channel in training, and normalises over samples, which training refuses for one sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.into(x))
+        return torch.cat([x, x], 1) if self.training else x
+
+
+def test_what_other_stages_would_give_is_as_in_training_or_as_in_evaluation():
+    experiment = of(lambda: nn.Sequential(Auxiliary(), Block(8), Block(8)))
+    demands = demands_of(experiment)
+    model = demands.model
+    trace = pp.Trace(["0", "1", "2"], [1.0] * 3, [[], [0], [0]], {})
+    part = pp.Part(model, trace, [0, 1, 2], 2, CPU)
+    first = part.model.get_submodule("0")
+    assert first(torch.zeros(2, 4)).shape == (2, 8)
+    part.eval()
+    assert first(torch.zeros(2, 4)).shape == (2, 4)
+    assert first(torch.zeros(1, 4)).shape == (1, 4), "one sample is enough in evaluation"
+    part.train()
+    assert first(torch.zeros(2, 4)).shape == (2, 8)

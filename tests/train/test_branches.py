@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -64,3 +65,53 @@ def test_gradients_that_are_added_up_are_waited_for_before():
     expected = [2 * each for each in gradients(net(), Tensor.backward)]
     for one, other in zip((each.grad for each in split.parameters()), expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def convolved_back(gradient: Tensor, inputs: Tensor, weight: Tensor, wanted: tuple[bool, bool, bool]) -> list[Tensor]:
+    """The gradients of a convolution with a bias, as autograd asks for them."""
+    pair = [1, 1]
+    return torch.ops.aten.convolution_backward.default(
+        gradient, inputs, weight, [len(weight)], pair, [0, 0], pair, False, [0, 0], 1, list(wanted)
+    )
+
+
+def test_a_convolution_that_reads_a_gradient_of_the_other_branch_waits_for_it():
+    lines, gradient, inputs, weight = Lines(), torch.ones(1, 3, 4, 4), torch.ones(1, 2, 6, 6), torch.ones(3, 2, 3, 3)
+    with Branches(lines.fork, lines.join):
+        _, of_weight, _ = convolved_back(gradient, inputs, weight, (True, True, True))
+        convolved_back(gradient, inputs, weight, (True, True, True))
+        assert lines.log == ["fork", "fork"]
+        convolved_back(gradient, inputs, of_weight, (True, True, True))
+        assert lines.log == ["fork", "fork", "join", "fork"]
+
+
+def test_a_bias_is_waited_for_and_gradients_of_inputs_are_not():
+    lines, gradient, inputs, weight = Lines(), torch.ones(1, 3, 4, 4), torch.ones(1, 2, 6, 6), torch.ones(3, 2, 3, 3)
+    with Branches(lines.fork, lines.join):
+        of_inputs, of_weight, of_bias = convolved_back(gradient, inputs, weight, (True, True, True))
+        of_inputs.sum()
+        of_weight.detach()
+        assert lines.log == ["fork"]
+        assert of_bias.sum() == 48
+        assert lines.log == ["fork", "join"]
+        of_weight.sum()
+        assert lines.log == ["fork", "join"], "what was waited for once is there"
+
+
+def test_one_gradient_alone_stays_on_the_first_branch():
+    lines, gradient, inputs, weight = Lines(), torch.ones(1, 3, 4, 4), torch.ones(1, 2, 6, 6), torch.ones(3, 2, 3, 3)
+    with Branches(lines.fork, lines.join):
+        convolved_back(gradient, inputs, weight, (False, True, True))
+        convolved_back(gradient, inputs, weight, (True, False, False))
+        assert lines.log == []
+
+
+def test_memory_that_the_other_branch_reads_is_kept_until_it_was_waited_for():
+    lines, gradient, inputs, weight = Lines(), torch.ones(1, 3, 4, 4), torch.ones(1, 2, 6, 6), torch.ones(3, 2, 3, 3)
+    read = [weakref.ref(gradient), weakref.ref(inputs)]
+    with Branches(lines.fork, lines.join):
+        _, of_weight, _ = convolved_back(gradient, inputs, weight, (True, True, True))
+        del gradient, inputs
+        assert all(each() is not None for each in read)
+        of_weight.sum()
+        assert all(each() is None for each in read)

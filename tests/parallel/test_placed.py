@@ -1,0 +1,110 @@
+"""What is counted of a micro-batch, norms, and the buffers that are state."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from meshrun import Loss, UserError
+from meshrun.errors import WrongTarget
+from meshrun.parallel.placed import PersistentBuffers, Piece, Shard, as_sums, counted, norms, persistent_buffers
+
+
+def piece(targets: Any, rows: int, real: int) -> Piece:
+    return Piece(inputs=None, targets=targets, ids=list(range(40, 40 + rows)), real=real)
+
+
+def all_of_it(outputs: Any, targets: Any) -> Loss:
+    values, weights = (outputs[0], targets[1]) if isinstance(outputs, tuple) else (outputs, targets)
+    return Loss(values.sum() + weights.sum(), len(values))
+
+
+def test_what_has_no_row_for_each_sample_is_left_whole_with_the_rows_that_count():
+    outputs = (torch.ones(3, 2), torch.ones(5))
+    targets = (torch.ones(3), torch.arange(4.0))
+    found = counted(outputs, piece(targets, rows=3, real=2), all_of_it)
+    assert (found.total.item(), found.count) == (2 * 2 + 6, 2)
+
+
+def test_dimensions_of_another_number_of_outputs_are_not_used():
+    found = counted(torch.ones(3, 2), piece(torch.zeros(3), rows=3, real=1), all_of_it, [1, 0])
+    assert (found.total.item(), found.count) == (2.0, 1)
+
+
+def test_rows_that_only_fill_up_count_nothing_and_have_no_gradient_but_are_reached_by_the_backward_pass():
+    weight = torch.ones(2, requires_grad=True)
+    outputs = {"logits": weight * torch.ones(3, 2), "number": torch.arange(3)}
+    found = counted(outputs, piece(torch.zeros(3), rows=3, real=0), lambda *_: pytest.fail("nothing is to be counted"))
+    assert found.count == 0 and found.total.item() == 0
+    found.total.backward()
+    assert weight.grad is not None and weight.grad.tolist() == [0.0, 0.0]
+
+
+def test_a_wrong_target_names_its_sample_where_it_has_one():
+    def wrong(row: int) -> Any:
+        def loss(*_: Any) -> Loss:
+            raise WrongTarget("target 9", row)
+
+        return loss
+
+    with pytest.raises(WrongTarget, match="sample 41"):
+        counted(torch.ones(2), piece(torch.ones(2), rows=2, real=2), wrong(1))
+    with pytest.raises(WrongTarget) as raised:
+        counted(torch.ones(2), piece(torch.ones(2), rows=2, real=2), wrong(2))
+    assert raised.value.row == 2
+
+
+@pytest.mark.parametrize("count", [math.nan, -1.0])
+def test_a_count_that_is_none_is_refused(count: float):
+    with pytest.raises(UserError, match=f"whose count is {count}; it must be at least 0"):
+        as_sums(Loss(torch.tensor(1.0), count))
+    assert as_sums(Loss(torch.tensor(1.0), 0)).tolist() == [1.0, 0.0]
+
+
+def test_norms_of_halves_are_summed_in_fp32():
+    halves = torch.full((1000,), 1.0, dtype=torch.bfloat16)
+    found = norms([halves, torch.tensor([3.0, 4.0], dtype=torch.float64)])
+    assert found.dtype == torch.float64
+    assert found.tolist() == pytest.approx([math.sqrt(1000), 5.0], rel=1e-6)
+
+
+class Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("kept", torch.zeros(1))
+        self.register_buffer("table", torch.zeros(2), persistent=False)
+        self.register_buffer("nothing", None)
+
+
+def test_buffers_of_the_state_are_found_also_those_that_a_model_makes_later():
+    model = nn.Sequential(Stateful())
+    buffers = PersistentBuffers(model)
+    assert list(dict(persistent_buffers(model))) == ["0.kept"] == list(buffers.now())
+    replaced = torch.ones(1)
+    model[0].kept = replaced
+    assert buffers.now()["0.kept"] is replaced
+    model[0].register_buffer("later", torch.ones(3))
+    model.register_buffer("own", torch.ones(3))
+    assert set(buffers.now()) == set(model.state_dict()) == {"0.kept", "0.later", "own"}
+
+
+def test_a_gradient_is_that_of_the_copy_until_it_was_collected():
+    master, copy = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    shard = Shard("weight", master, (0, 1), (2,), (0,), copy=copy)
+    assert shard.gradient is None and shard.copies == 2 and shard.computed is copy
+    copy.grad = torch.ones(2, dtype=torch.bfloat16)
+    assert shard.gradient is copy.grad
+    master.grad = torch.ones(2)
+    assert shard.gradient is master.grad
+
+
+def test_ids_that_were_sent_are_not_sent_again():
+    sent = torch.tensor([7, 8])
+    numbers = Piece(None, None, [7, 8], 2)
+    assert torch.equal(numbers.ids_on(torch.device("cpu")), sent)
+    known: Tensor = Piece(None, None, [7, 8], 2, sent=sent).ids_on(torch.device("cpu"))
+    assert known is sent
