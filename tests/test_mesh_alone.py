@@ -1,0 +1,144 @@
+"""What a rank decides by itself when it takes its place: threads, cores, interfaces, and whom it hears. No ranks."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from meshrun import Here, mesh
+from meshrun.layout import parse
+from meshrun.mesh import PeerLost
+from meshrun.world import World
+from meshrun.world.network import LOOPBACK_INTERFACE
+
+CPU = torch.device("cpu")
+WORLD = World(1, 4, 1, 4, 0, 1, "node7", "slurm")
+
+
+def here(**changes: Any) -> Here:
+    mesh_of_four: Any = object()
+    return Here(WORLD, parse("dp=4"), CPU, **{"mesh": mesh_of_four, **changes})
+
+
+def test_a_rank_whose_others_are_made_up_hears_itself_from_all_of_them():
+    alone = here(alone=True)
+    assert alone.gathered("x") == ["x"] * 4 and alone.from_rank_0("x") == "x"
+
+
+def test_after_a_wait_inside_of_another_one_the_outer_one_goes_on(monkeypatch: pytest.MonkeyPatch):
+    told: list[str | None] = []
+    monkeypatch.setattr(mesh, "_listener", told.append)
+    place = here()
+    with place.waiting("the gradients"), place.waiting("a word"):
+        pass
+    assert told == ["the gradients", "a word", "the gradients", None]
+
+
+@pytest.mark.parametrize("text", ["gloo: Timed out waiting 600000ms", "gloo: Timeout after 5 s", "NCCL timeout"])
+def test_a_wait_that_was_given_up_is_told_as_such(text: str):
+    with (
+        pytest.raises(PeerLost, match="waited 0 s for the sums and gave up: another rank never got there"),
+        here().waiting("the sums"),
+    ):
+        raise RuntimeError(text)
+
+
+class Machine:
+    """Which cores a rank is left with, and how many threads it computes with."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.threads: int | None = None
+        self.bound: set[int] | None = None
+        self.granted, self.quota = frozenset(range(8)), None
+        self.environment: dict[str, str] = {}
+        monkeypatch.setattr(torch, "set_num_threads", lambda count: setattr(self, "threads", count))
+        monkeypatch.setattr(os, "sched_setaffinity", lambda _, cores: setattr(self, "bound", set(cores)))
+        monkeypatch.setattr(mesh.cores, "granted", lambda: self.granted)
+        monkeypatch.setattr(mesh.cores, "quota", lambda: self.quota)
+        monkeypatch.setattr(mesh, "inherited", lambda: self.environment)
+
+    def start(self, world: World = WORLD, threads: int | None = None, same: bool = True) -> int | None:
+        """The threads of a rank, of `local_size` that see the same cores or others."""
+        seen = [self.granted if same else frozenset({number}) for number in range(world.local_size)]
+        self.threads = self.bound = None
+        mesh._use_cores(world, seen, None, threads)
+        return self.threads
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    return Machine(monkeypatch)
+
+
+def test_ranks_that_see_the_same_cores_share_them_and_compute_with_as_many_threads(machine: Machine):
+    assert machine.start() == 2
+    assert machine.bound is not None and len(machine.bound) == 2
+    machine.granted = frozenset({0, 1})
+    assert machine.start() == 1, "each rank has a thread at least"
+
+
+def test_ranks_with_cores_of_their_own_keep_them_and_torchs_threads(machine: Machine):
+    assert machine.start(same=False) is None and machine.bound is None
+
+
+def test_a_container_that_lets_fewer_run_than_it_shows_has_as_many_threads(machine: Machine):
+    machine.quota = 3.5
+    assert machine.start(same=False) == 3
+    machine.quota = 0.5
+    assert machine.start(same=False) == 1
+    machine.quota = 6.0
+    assert machine.start() == 1, "six for four ranks"
+
+
+def test_threads_that_the_user_has_chosen_are_left_unless_torchrun_chose_them(machine: Machine):
+    machine.environment = {"OMP_NUM_THREADS": "5"}
+    assert machine.start() is None
+    assert machine.start(threads=3) == 3
+    assert machine.start(replace(WORLD, source="torchrun")) == 2
+
+
+@pytest.mark.parametrize(("nodes", "interface"), [(1, LOOPBACK_INTERFACE), (2, "hsn0")])
+def test_ranks_on_one_machine_open_no_port_to_others(nodes: int, interface: str, monkeypatch: pytest.MonkeyPatch):
+    chosen: list[str] = []
+    monkeypatch.setattr(mesh, "choose_interfaces", lambda name, _: chosen.append(name))
+    monkeypatch.setattr(mesh, "address_of", lambda *_: "10.0.0.7")
+    monkeypatch.setattr(mesh, "interface_of", lambda _: "hsn0")
+    mesh._use_network(replace(WORLD, nodes=nodes), None)
+    assert chosen == [interface]
+
+
+@pytest.mark.parametrize(("owner", "trusted"), [("me", True), (None, True), ("root", False), ("other", False)])
+def test_a_store_on_this_machine_that_another_user_serves_is_not_used(
+    owner: str | None, trusted: bool, monkeypatch: pytest.MonkeyPatch
+):
+    owners = {"me": os.geteuid() or 1000, "root": 0, "other": 4711, None: None}
+    monkeypatch.setattr(os, "geteuid", lambda: owners["me"])
+    monkeypatch.setattr(mesh, "TCPStore", lambda *_, **__: "the store")
+    monkeypatch.setattr(mesh, "owner_of_listener", lambda _: owners[owner])
+    if trusted:
+        assert mesh._client(mesh.LOOPBACK, 1, WORLD, 5.0) == "the store"
+    else:
+        with pytest.raises(ConnectionRefusedError, match="a process of another user listens on port 1"):
+            mesh._client(mesh.LOOPBACK, 1, WORLD, 5.0)
+    assert mesh._client("10.0.0.7", 1, WORLD, 5.0) == "the store", "on other machines a relay has proved it"
+
+
+@pytest.mark.parametrize(("backend", "device"), [("cpu:gloo,cuda:nccl", "cpu"), ("nccl", "cuda:1")])
+def test_words_go_through_main_memory_where_the_group_can(backend: str, device: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backend)
+    assert str(replace(here(), device=torch.device("cuda", 1))._device_of_words) == device
+
+
+def test_who_stays_after_the_end_is_a_world_of_one_on_the_same_device(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mesh, "_here", None)
+    site: Any = SimpleNamespace()
+    stayed = mesh.stay(here(site=site))
+    assert mesh.start() is stayed
+    assert (stayed.rank, stayed.size, stayed.mesh, str(stayed.layout)) == (0, 1, None, "dp=1")
+    assert stayed.site is site and stayed.world.host == "node7"
