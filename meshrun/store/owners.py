@@ -3,13 +3,20 @@
 owner_of_peer(connection)        # the user id, or None where no living process holds that end
 owner_of_listener(port)          # who listens on a loopback port
 shut_out_strangers(ports)        # end the connections of other users to ports of this process
+
+The kernel is asked for one connection (`sock_diag`), which takes as long with many connections on the machine as with
+few: a list of all of them would let any user slow down this one's runs. Its lists are read only where it answers no
+such question.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
 import os
 import socket
+import struct
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +30,18 @@ ESTABLISHED, LISTENING = "01", "0A"
 TRIES = 3
 """The kernel writes a long list in parts: a socket that has its place changed meanwhile may be in none of them."""
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+End = tuple[Address, int]
+"""An address and a port."""
+
+_NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, _NLMSG_ERROR = 4, 20, 1, 2
+_HEADER = struct.Struct("=IHHII")
+"""nlmsghdr: length, type, flags, number, port."""
+_REQUEST = struct.Struct("=BBxxI2s2s16s16sI8s")
+"""inet_diag_req_v2: family, protocol, states, then the ends of a socket, its interface and its cookie."""
+_ANSWER = struct.Struct("=BBxx48x12xII")
+"""inet_diag_msg: family, state, then the owner and the inode."""
+
 
 @dataclass(frozen=True)
 class _Socket:
@@ -35,24 +54,31 @@ class _Socket:
 
 
 def owner_of_peer(connection: socket.socket) -> int | None:
-    """The user whose process holds the other end of an IPv4 connection; None once that end is closed."""
-    ends = _written(*connection.getpeername()[:2]), _written(*connection.getsockname()[:2])
-    for _ in range(TRIES):
-        for found in _sockets():
-            if (found.local, found.remote) == ends and found.state == ESTABLISHED and found.inode:
-                return found.owner
+    """The user whose process holds the other end of a connection; None once that end is closed, or is elsewhere."""
+    try:
+        local, remote = _end(connection.getpeername()), _end(connection.getsockname())
+    except OSError:  # it was reset before it was accepted
+        return None
+    try:
+        return _asked(local, remote)
+    except OSError:  # a kernel, or a container, without this service
+        pass
+    with contextlib.suppress(OSError):  # no file can be opened just now: nobody is known then
+        return _listed(_written(*local), _written(*remote))
     return None
 
 
 def owner_of_listener(port: int) -> int | None:
-    """The user who listens on a port of 127.0.0.1; None if nobody does."""
-    where = _written("127.0.0.1", port)
-    return next((found.owner for found in _sockets() if found.local == where and found.state == LISTENING), None)
+    """The user to whom a client of a port of 127.0.0.1 connects; None if nobody listens there."""
+    owners = {found.local: found.owner for found in _sockets() if found.state == LISTENING}
+    # The kernel prefers the listener at this very address to one at all addresses.
+    places = (_written(ipaddress.ip_address(each), port) for each in ("127.0.0.1", "0.0.0.0", "::"))
+    return next((owners[place] for place in places if place in owners), None)
 
 
 def listening_ports() -> set[int]:
     """The ports on which this process listens."""
-    own = _own_inodes()
+    own = _own_sockets()
     return {_port(found.local) for found in _sockets() if found.state == LISTENING and found.inode in own}
 
 
@@ -61,16 +87,50 @@ def shut_out_strangers(ports: set[int]) -> int:
 
     A connection that only makes noise is gone then; one that has taken a rank's place raises in whoever waits for it.
     """
-    found = [each for each in _sockets() if each.state == ESTABLISHED and each.inode]
-    owners = {(each.local, each.remote): each.owner for each in found}
-    own, shut = _own_inodes(), 0
-    for each in found:
-        peer = owners.get((each.remote, each.local), os.geteuid())
-        if each.inode in own and _port(each.local) in ports and peer != os.geteuid():
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(own[each.inode])) as connection:
+    shut = 0
+    for descriptor in _own_sockets().values():
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as connection:
+            is_tcp = connection.family in (socket.AF_INET, socket.AF_INET6) and connection.type == socket.SOCK_STREAM
+            if (
+                is_tcp
+                and connection.getsockname()[1] in ports
+                and owner_of_peer(connection) not in (None, os.geteuid())
+            ):
                 connection.shutdown(socket.SHUT_RDWR)
                 shut += 1
     return shut
+
+
+def _asked(local: End, remote: End) -> int | None:
+    """The owner of the connected socket with these ends, as the kernel answers; an OSError where it does not."""
+    family = socket.AF_INET if local[0].version == 4 else socket.AF_INET6
+    ends = (local[1].to_bytes(2), remote[1].to_bytes(2), *(end[0].packed.ljust(16, b"\0") for end in (local, remote)))
+    request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0xFFFFFFFF, *ends, 0, b"\xff" * 8)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _NETLINK_SOCK_DIAG) as kernel:
+        kernel.settimeout(1.0)
+        header = _HEADER.pack(_HEADER.size + len(request), _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, 1, 0)
+        kernel.sendto(header + request, (0, 0))
+        answer = kernel.recv(4096)
+    kind = _HEADER.unpack_from(answer)[1] if len(answer) >= _HEADER.size + 4 else 0
+    if kind == _NLMSG_ERROR:
+        (code,) = struct.unpack_from("=i", answer, _HEADER.size)
+        if code == -errno.ENOENT:
+            return None
+        raise OSError(-code, os.strerror(-code))
+    if kind != _SOCK_DIAG_BY_FAMILY or len(answer) < _HEADER.size + _ANSWER.size:
+        raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
+    _, state, owner, inode = _ANSWER.unpack_from(answer, _HEADER.size)
+    # Where nobody is connected so, the kernel finds who listens there.
+    return int(owner) if state == int(ESTABLISHED, 16) and inode else None
+
+
+def _listed(local: str, remote: str) -> int | None:
+    """The same from the kernel's lists."""
+    for _ in range(TRIES):
+        for found in _sockets():
+            if (found.local, found.remote) == (local, remote) and found.state == ESTABLISHED and found.inode:
+                return found.owner
+    return None
 
 
 def _sockets() -> Iterator[_Socket]:
@@ -86,9 +146,18 @@ def _sockets() -> Iterator[_Socket]:
             yield _Socket(_as_ipv4(fields[1]), _as_ipv4(fields[2]), fields[3], int(fields[7]), int(fields[9]))
 
 
-def _written(address: str, port: int) -> str:
-    """An IPv4 address and port in the kernel's letters."""
-    return f"{int.from_bytes(socket.inet_aton(address), sys.byteorder):08X}:{port:04X}"
+def _end(name: tuple[str, int]) -> End:
+    """What a socket calls one of its ends; an IPv4 address that is written for IPv6 as what it is."""
+    address = ipaddress.ip_address(name[0].partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return mapped or address, name[1]
+
+
+def _written(address: Address, port: int) -> str:
+    """An address and port in the kernel's letters."""
+    packed = address.packed
+    words = [int.from_bytes(packed[at : at + 4], sys.byteorder) for at in range(0, len(packed), 4)]
+    return f"{''.join(f'{word:08X}' for word in words)}:{port:04X}"
 
 
 def _as_ipv4(written: str) -> str:
@@ -101,7 +170,7 @@ def _port(written: str) -> int:
     return int(written.rpartition(":")[2], 16)
 
 
-def _own_inodes() -> dict[int, int]:
+def _own_sockets() -> dict[int, int]:
     """The sockets of this process -> their descriptors."""
     found = {}
     for entry in Path("/proc/self/fd").iterdir():

@@ -13,6 +13,7 @@ import os
 import select
 import socket
 import threading
+import time
 
 from meshrun.store.handshake import prove
 from meshrun.store.owners import owner_of_peer
@@ -26,6 +27,7 @@ class Relay:
 
     def __init__(self, address: str, port: int, secret: bytes) -> None:
         self._store, self._secret = (address, port), secret
+        self._is_closed = False
         self._listener = socket.create_server((LOOPBACK, 0), backlog=socket.SOMAXCONN)
         self.port: int = self._listener.getsockname()[1]
         threading.Thread(target=self._run, name="store relay", daemon=True).start()
@@ -38,19 +40,25 @@ class Relay:
 
     def close(self) -> None:
         """Take no more connections; those that are open end with one of their sides."""
+        self._is_closed = True
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits in accept
         self._listener.close()
 
     def _run(self) -> None:
-        while True:
+        while not self._is_closed:
             try:
                 connection = self._listener.accept()[0]
-            except OSError:
-                return
-            if owner_of_peer(connection) == os.geteuid():
-                threading.Thread(target=self._pass_on, args=(connection,), name="store relay", daemon=True).start()
-            else:
+            except OSError:  # closed, gone again, or this process is out of descriptors
+                time.sleep(0.01)
+                continue
+            if owner_of_peer(connection) != os.geteuid():
+                connection.close()
+                continue
+            passing = threading.Thread(target=self._pass_on, args=(connection,), name="store relay", daemon=True)
+            try:
+                passing.start()
+            except RuntimeError:  # no further thread can be started just now
                 connection.close()
 
     def _pass_on(self, near: socket.socket) -> None:

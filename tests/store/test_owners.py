@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import struct
 from collections.abc import Iterator
 
 import pytest
 
+from meshrun.store import owners
 from meshrun.store.owners import listening_ports, owner_of_listener, owner_of_peer, shut_out_strangers
 from meshrun.store.relay import Relay
 from meshrun.store.server import Server
@@ -46,6 +48,75 @@ def test_a_connection_that_was_closed_has_no_owner(listener: socket.socket):
     """The kernel shows root as the owner of a socket that nobody holds: it must not pass for one of root's."""
     socket.create_connection(listener.getsockname()).close()
     assert owner_of_peer(listener.accept()[0]) is None
+
+
+def reset(where: tuple[str, int]) -> None:
+    """Connect, and have the kernel reset the connection, which then still waits to be accepted."""
+    with socket.create_connection(where) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+
+def test_a_connection_that_was_reset_has_no_owner(listener: socket.socket):
+    reset(listener.getsockname())
+    assert owner_of_peer(listener.accept()[0]) is None
+
+
+def test_connections_that_are_reset_before_they_are_accepted_end_neither_the_store_nor_a_relay():
+    with Server() as server, Relay("127.0.0.1", server.port_at("127.0.0.1", b"secret"), b"secret") as relay:
+        for port in (server.port, relay.port):
+            for _ in range(20):
+                reset(("127.0.0.1", port))
+            with socket.create_connection(("127.0.0.1", port), timeout=5) as client:
+                client.sendall(b"\0\xce\xf7\x85\x3c" + b"\x0dping")
+                assert client.recv(4) == b"ping"
+
+
+def test_without_the_kernels_answer_for_one_connection_its_lists_are_read(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+):
+    def refused(*_ends: object) -> None:
+        raise OSError(93, "Protocol not supported")
+
+    monkeypatch.setattr(owners, "_asked", refused)
+    with socket.create_connection(listener.getsockname()):
+        assert owner_of_peer(listener.accept()[0]) == os.geteuid()
+
+
+def test_the_owner_is_found_without_a_list_of_all_connections(listener: socket.socket, monkeypatch: pytest.MonkeyPatch):
+    """Any user can make that list long, and each connection to the store would take as long as reading it."""
+    monkeypatch.setattr(owners, "TABLES", ("/nowhere",))
+    with socket.create_connection(listener.getsockname()):
+        assert owner_of_peer(listener.accept()[0]) == os.geteuid()
+
+
+def test_where_no_file_can_be_opened_nobody_is_known(listener: socket.socket, monkeypatch: pytest.MonkeyPatch):
+    def refused(*_arguments: object) -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(owners, "_asked", refused)
+    monkeypatch.setattr(owners, "_sockets", refused)
+    with socket.create_connection(listener.getsockname()):
+        assert owner_of_peer(listener.accept()[0]) is None
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this machine has no IPv6")
+def test_the_owner_of_a_connection_over_ipv6_is_known():
+    server = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    with server, socket.create_connection(server.getsockname()[:2]):
+        assert owner_of_peer(server.accept()[0]) == os.geteuid()
+
+
+@ROOT_ONLY
+@pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::"])
+def test_who_listens_on_a_loopback_port_is_known_also_where_he_listens_on_all_addresses(address: str):
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    os.seteuid(NOBODY)
+    try:
+        server = socket.create_server((address, 0), family=family, dualstack_ipv6=address == "::")
+    finally:
+        os.seteuid(0)
+    with server:
+        assert owner_of_listener(server.getsockname()[1]) == NOBODY
 
 
 @ROOT_ONLY
