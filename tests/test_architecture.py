@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "files": set(),
     "strict_json": {"files"},
     "typed_json": set(),
-    "store": {"errors"},
+    "store": {"errors", "world"},
     "layout": {"errors"},
     "experiment": {"errors"},
     "config": {"errors", "files", "strict_json"},

@@ -17,7 +17,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from meshrun.config import RunDirectory
 from meshrun.observe.events import Event, read_events
 from meshrun.observe.pulse import PulseView, Reading
 from meshrun.state import catalog
+from meshrun.world.environment import python_for
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class Scene:
         self._start("resume", str(self.run.path), "--from-start")  # the launcher may be lost before a checkpoint
 
     def _start(self, *words: str) -> None:
-        command = [sys.executable, "-m", "meshrun", *words, "--json"]
+        command = python_for(["-m", "meshrun", *words, "--json"])
         self._log.write(f"--- {' '.join(words)}\n".encode())
         self._log.flush()
         # A session of its own: CTRL-C is for whoever injects, who then ends it, and who takes it along in any case.

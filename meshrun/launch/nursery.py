@@ -19,7 +19,7 @@ import threading
 
 from meshrun.launch.job import PARENT
 from meshrun.launch.wire import Wire, readable
-from meshrun.world.environment import take_over
+from meshrun.world.environment import python_for, take_over
 
 FORKABLE = ["-m", "meshrun"]
 """How the command line of a rank begins that this process can become."""
@@ -54,7 +54,7 @@ def serve(fd: int) -> list[str]:
                         _become_a_rank(environment, argv, [wire.fileno(), *ranks])
                         return argv[2:]
                 else:
-                    process = subprocess.Popen([sys.executable, *argv], env=environment, start_new_session=True)
+                    process = subprocess.Popen(python_for(argv), env=environment, start_new_session=True)
                     pid = process.pid
                     fresh[pid] = process
                 ranks[os.pidfd_open(pid)] = pid

@@ -17,7 +17,6 @@ import resource
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ from meshrun.launch.job import Job, Seat
 from meshrun.launch.nursery import FORKABLE
 from meshrun.launch.parting import dead_file
 from meshrun.launch.wire import Document, Wire, readable
-from meshrun.world.environment import inherited, of_nursery, of_rank
+from meshrun.world.environment import inherited, of_nursery, of_rank, python_for
 
 GRACE = 2.0
 """The least seconds from the signal that should end a rank to the one that does."""
@@ -104,7 +103,7 @@ class Nursery:
         words = ["nursery" if self._warm else "cold-nursery", fd, str(os.getpid()), *self._words]
         # A session of its own: CTRL-C is for the launcher, which then decides. Standard output is for the result.
         self.process = subprocess.Popen(
-            [sys.executable, *FORKABLE, *words],
+            python_for([*FORKABLE, *words]),
             env=of_nursery(),
             stdin=subprocess.DEVNULL,
             stdout=2,

@@ -20,6 +20,7 @@ from typing import Any
 from meshrun.errors import RunFailed
 from meshrun.store.relay import Relay
 from meshrun.store.server import Server
+from meshrun.world.environment import python_for
 
 Ports = dict[str, int]
 
@@ -48,9 +49,7 @@ def end() -> None:
 
 def _start(request: dict[str, Any]) -> Ports:
     # The secret goes through a pipe: all users of a machine can read command lines.
-    child = subprocess.Popen(
-        [sys.executable, "-m", "meshrun.store.process"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    child = subprocess.Popen(python_for(["-m", "meshrun.store.process"]), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert child.stdin is not None and child.stdout is not None
     _children.append(child)
     with contextlib.suppress(OSError):

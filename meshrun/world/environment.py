@@ -1,5 +1,6 @@
 """The variables of a run's processes: this process's own, and a rank's place in the words of torchrun.
 
+Popen(python_for(["-m", "meshrun"]))     # a process of this package
 given = {**inherited(), **of_rank(rank=3, size=4, …)}
 take_over(given)                     # in a process that was forked to become that rank
 """
@@ -8,12 +9,30 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 
 
 def inherited() -> dict[str, str]:
     """What a process started from here would get."""
     return dict(os.environ)
+
+
+def python_for(words: Sequence[str]) -> list[str]:
+    """How to start Python with these words, of which the first are often `-m` and a module's name.
+
+    For `-m` Python would look for all modules in the working directory first, where another user may have put some:
+    it does so only if this process does, too.
+    """
+    searched = "" in sys.path or _working_directory() in sys.path
+    return [sys.executable, *(() if searched or words[0] != "-m" else ("-P",)), *words]
+
+
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()  # noqa: PTH109 - as Python writes it into its path
+    except FileNotFoundError:
+        return None
 
 
 def of_nursery() -> dict[str, str]:

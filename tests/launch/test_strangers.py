@@ -10,6 +10,7 @@ import re
 import socket
 import struct
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import meshrun
 from tests.launch.command import PROGRAMS, started, wait_until
 from tests.launch.test_nodes import LOSING, Nodes
 from tests.launch.test_restarts import lives
@@ -178,3 +180,21 @@ def test_silent_connections_of_a_stranger_do_not_keep_a_run_from_restarting(tmp_
         finally:
             os.kill(pid, 9)
             os.waitpid(pid, 0)
+
+
+def test_modules_that_another_user_has_put_into_the_working_directory_are_not_imported(tmp_path: Path):
+    """Who starts the command `meshrun` in /tmp does not ask for what lies there, as with `python -m meshrun`."""
+    (tmp_path / "selectors.py").write_text("import pathlib; pathlib.Path('imported').touch(); raise SystemExit(3)")
+    command = "import sys; sys.path.remove(''); from meshrun.cli.main import main; main()"
+    words = [LOSING, "--diary", tmp_path / "diary", "--steps", 2, "--lives", 0, "--procs", 2]
+    environment = {**os.environ, "PYTHONPATH": str(Path(meshrun.__file__).parents[1])}
+    ended = subprocess.run(
+        [sys.executable, "-c", command, "run", *map(str, words)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert not (tmp_path / "imported").exists()
