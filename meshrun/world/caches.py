@@ -3,14 +3,16 @@
     note = keep_compiled_code()          # before anything is compiled; None, or what to tell the user
 
 torch reads this code back as pickles, which can run anything. So the folder is `~/.cache/meshrun/compile` (or below
-$XDG_CACHE_HOME), which nobody else may write to; one that is not this user's own is not used. Whoever has set torch's
-own variables has chosen, and nothing is changed. Several processes may use it at once, as torch renames what it has
-written.
+$XDG_CACHE_HOME), which nobody else may write to. Where there is none, it is a new folder for this process alone.
+Whoever has set torch's own variables has chosen, and nothing is changed. Several processes may use it at once, as torch
+renames what it has written.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -29,8 +31,17 @@ def folder_of(env: Mapping[str, str], kind: str) -> Path | None:
 def keep_compiled_code() -> str | None:
     """Let torch and triton keep what they compile, unless the user has said where; returns why it cannot be kept."""
     chosen, why = settings(os.environ)
+    if why is not None:
+        chosen = _for_this_process(os.environ)
     os.environ.update(chosen)
     return why
+
+
+def _for_this_process(env: Mapping[str, str]) -> dict[str, str]:
+    """A folder that goes with the process: torch's own in /tmp has a name that another user can take first."""
+    folder = tempfile.mkdtemp(prefix="meshrun-compile-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return {CODE: folder, KERNELS: env.get(KERNELS) or f"{folder}/triton"}
 
 
 def _is_torchs_own(folder: Path) -> bool:

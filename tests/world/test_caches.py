@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrun.world.caches import CODE, KERNELS, folder_of, settings
+from meshrun.world.caches import CODE, KERNELS, folder_of, keep_compiled_code, settings
 
 
 def test_it_is_below_the_cache_directory_of_the_user(tmp_path: Path):
@@ -29,6 +29,19 @@ def test_who_has_chosen_a_folder_keeps_it(tmp_path: Path):
     assert CODE in found, "that is what torch has set itself"
     found, _ = settings({KERNELS: "/elsewhere", "XDG_CACHE_HOME": str(tmp_path)})
     assert found[KERNELS] == "/elsewhere"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder to another user")
+def test_without_a_home_torchs_own_folder_of_another_user_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its name can be guessed, and torch runs what it reads back from there."""
+    taken = tmp_path / "torchinductor_root"
+    taken.mkdir()
+    os.chown(taken, 65534, 65534)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "environ", {CODE: str(taken)})
+    assert keep_compiled_code() is not None
+    chosen = Path(os.environ[CODE])
+    assert chosen != taken and chosen.stat().st_uid == os.getuid() and chosen.stat().st_mode & 0o777 == 0o700
 
 
 @pytest.mark.parametrize("env", [{}, {"XDG_CACHE_HOME": "here"}, {"HOME": ""}])
