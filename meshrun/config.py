@@ -472,14 +472,15 @@ def write_json(path: Path, document: dict[str, Any], mode: int = 0o666) -> None:
 
 def write_whole(path: Path, text: str, mode: int = 0o666) -> None:
     """Write a file so that a reader sees the old one or the new one, never half of it; the umask takes from `mode`."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    # A name that nobody guesses, and no file that is there already: others may be able to write to the folder.
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         with open(
             beside,
             "w",
             encoding="utf-8",
             errors="surrogateescape",
-            opener=lambda name, flags: os.open(name, flags, mode),
+            opener=lambda name, flags: os.open(name, flags | os.O_EXCL | os.O_NOFOLLOW, mode),
         ) as file:
             file.write(text)
         beside.replace(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import secrets
 import subprocess
 import sys
 import threading
@@ -359,6 +360,28 @@ def test_a_config_json_of_a_newer_version_is_refused(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"format": 999, "config": {}}')
     with pytest.raises(UserError, match="is of format 999"):
         RunDirectory(tmp_path).document()
+
+
+def test_a_document_is_not_written_through_a_link_that_another_user_has_put_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """In a folder that others can write to, one of them may know the name under which it is written."""
+    monkeypatch.setattr(secrets, "token_hex", lambda _count: "guessed")
+    (tmp_path / "precious").write_text("my thesis")
+    (tmp_path / f".new.json.{os.getpid()}.guessed").symlink_to(tmp_path / "precious")
+    with pytest.raises(FileExistsError):
+        write_json(tmp_path / "new.json", {"secret": 1})
+    assert (tmp_path / "precious").read_text() == "my thesis"
+
+
+def test_another_user_cannot_know_under_which_name_a_document_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    names: list[str] = []
+    monkeypatch.setattr(Path, "replace", lambda path, _target: names.append(path.name))
+    for _ in range(2):
+        write_json(tmp_path / "new.json", {})
+    assert len(set(names)) == 2
 
 
 def test_a_document_that_cannot_take_its_place_leaves_nothing_beside_it(tmp_path: Path):

@@ -17,11 +17,13 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 from meshrun import strict_json
 from meshrun.config import write_json
 from meshrun.errors import UserError
+from meshrun.files import open_plain
 from meshrun.world.detect import World
 from meshrun.world.network import address_of
 from meshrun.world.sites import load
@@ -57,16 +59,18 @@ def lookup_store(folder: Path, job: str, attempt: int) -> tuple[str, int, bytes]
         # NFS remembers for up to a minute that a name was absent; listing the folder asks the server again.
         if path.name not in os.listdir(path.parent):  # noqa: PTH208
             return None
-        found, owner = strict_json.read(path), path.stat().st_uid
+        with open_plain(path) as file:  # asked of the open file: another user could put his own in its place meanwhile
+            owner = os.fstat(file.fileno()).st_uid
+            if owner != os.getuid():
+                raise UserError(
+                    f"the rendezvous file {path} belongs to another user, whose number is {owner}; runs that several "
+                    f"users start need a folder for each of them (--runs)"
+                )
+            found = strict_json.of_type(dict[str, Any], strict_json.loads(file.readall()), "it")
         address, port = (strict_json.of_type(kind, found.get(name), name) for kind, name in FIELDS)
         secret = bytes.fromhex(strict_json.of_type(str, found.get("secret", ""), "secret"))
     except (OSError, ValueError):
         return None
-    if owner != os.getuid():
-        raise UserError(
-            f"the rendezvous file {path} belongs to another user, whose number is {owner}; runs that several users "
-            f"start need a folder for each of them (--runs)"
-        )
     return (address, port, secret) if 0 <= port < 65536 else None
 
 

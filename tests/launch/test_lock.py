@@ -27,6 +27,15 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(RunConfig(target="digits", runs=tmp_path))
 
 
+def test_a_link_in_the_place_of_the_lock_is_not_written_through(run: RunDirectory, tmp_path: Path):
+    precious = tmp_path / "precious"
+    precious.write_text("my thesis")
+    (run.path / ".lock").symlink_to(precious)
+    with pytest.raises(UserError, match=r"cannot write .*lock"), lock(run):
+        pass
+    assert precious.read_text() == "my thesis"
+
+
 HOLDING = """
 import sys, time
 from pathlib import Path

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from meshrun import strict_json
 from meshrun.errors import UserError
 from meshrun.world import detect
 from meshrun.world.rendezvous import lookup, lookup_store, own_address, publish
@@ -102,3 +103,20 @@ def test_a_file_of_another_user_is_refused(tmp_path: Path):
     os.chown(publish(tmp_path, "job", 0, "10.0.0.1", 4242), 65534, 65534)
     with pytest.raises(UserError, match="belongs to another user"):
         lookup(tmp_path, "job", 0)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file to another user")
+def test_a_file_that_is_exchanged_while_it_is_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = publish(tmp_path, "j", 0, "10.0.0.9", 1)
+    own = path.read_bytes()
+    os.chown(path, 65534, 65534)
+    loads = strict_json.loads
+
+    def exchanged(text: bytes) -> object:
+        path.unlink()
+        path.write_bytes(own)
+        return loads(text)
+
+    monkeypatch.setattr(strict_json, "loads", exchanged)
+    with pytest.raises(UserError, match="belongs to another user"):
+        lookup(tmp_path, "j", 0)
