@@ -125,12 +125,15 @@ def cached(path: Path, note: Note | None = None) -> Path:
 def _own_part(folder: Path) -> Path:
     """The folder itself, where only this user can write; else a folder of this user alone in it.
 
-    Who can write to a folder can put anything there under the name of a copy, or a link under the name of a lock.
+    Who can write to a folder can put anything there under the name of a copy, or a link under the name of a lock. Its
+    owner, and without the sticky bit whoever can write to it, can put a folder of his own in the place of this user's.
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid == os.getuid() and not found.st_mode & 0o022:
         return folder
+    if found.st_uid not in (0, os.getuid()) or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
+        raise OSError(errno.EPERM, "others can rename what is in that folder (chmod +t keeps them from it)")
     own = folder / f"meshrun-{os.getuid()}"
     if not made_private(own):
         raise OSError(errno.EPERM, f"others can write there, and {own} is not this user's alone")

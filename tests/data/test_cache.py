@@ -202,6 +202,21 @@ def test_in_a_folder_that_others_can_write_to_copies_are_in_one_of_this_user_alo
     assert copy.read_bytes() == original.read_bytes() and places == []
 
 
+@pytest.mark.parametrize("exposed", ["not sticky", "of another user"])
+def test_in_a_folder_whose_entries_others_can_exchange_nothing_is_copied(
+    original: Path, shared_folder: Path, places: list[str], exposed: str
+):
+    if exposed == "not sticky":
+        shared_folder.chmod(0o777)
+    elif os.getuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    else:
+        os.chown(shared_folder, 65534, 65534)
+    cache.use(shared_folder, None, places.append)
+    assert cache.cached(original) == original
+    assert list(shared_folder.iterdir()) == [] and "others can rename what is in that folder" in places[0]
+
+
 def test_what_another_user_has_planted_is_neither_read_nor_written(
     original: Path, shared_folder: Path, tmp_path: Path, places: list[str]
 ):
