@@ -111,8 +111,15 @@ class Schedule:
     def __post_init__(self) -> None:
         if self.kind not in ("cosine", "linear", "constant"):
             raise UserError(f"schedule kind is {self.kind!r}; it must be cosine, linear or constant")
-        if self.warmup < 0:
-            raise UserError(f"schedule warmup is {self.warmup}; it must be a number of steps, or a share below 1")
+        if not _is_finite(self.warmup) or self.warmup < 0:
+            raise UserError(
+                f"schedule warmup is {self.warmup!r:.60}; it must be a number of steps, or a share of the run below 1"
+            )
+        if not _is_finite(self.final) or self.final < 0:
+            raise UserError(
+                f"schedule final is {self.final!r:.60}; it must be the factor of the learning rate at the last step, a "
+                f"finite number of at least 0"
+            )
 
     def factor(self, step: int, steps: int) -> float:
         """The factor for update number `step` (from 0) of a run of `steps` updates."""
@@ -205,19 +212,19 @@ class Experiment:
                 )
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not -(1 << 63) <= self.seed < 1 << 63:
             raise UserError(f"seed is {self.seed!r:.60}; it must be a whole number of at most 64 bits (--seed)")
-        if self.batch_dim not in (None, 0, 1):
-            raise UserError(f"batch_dim is {self.batch_dim!r}; it must be 0 or 1, or be left out")
+        if self.batch_dim is not None and (type(self.batch_dim) is not int or self.batch_dim not in (0, 1)):
+            raise UserError(f"batch_dim is {self.batch_dim!r:.60}; it must be 0 or 1, or be left out")
         if self.batch is None:
             raise UserError("batch is None; it must be a whole number of at least 1 (--batch)")
         _check_number("batch", self.batch, 1)
         _check_number("steps", self.steps, 1)
         _check_number("micro", self.micro, 1)
-        if self.epochs is not None and not (_is_number(self.epochs) and self.epochs > 0):
-            raise UserError(f"epochs is {self.epochs!r}; it must be above 0 (--epochs)")
+        if self.epochs is not None and not (_is_finite(self.epochs) and self.epochs > 0):
+            raise UserError(f"epochs is {self.epochs!r:.60}; it must be a finite number above 0 (--epochs)")
         if self.epochs is not None and self.epochs > MOST / len(self.train):
             raise UserError(f"epochs is {self.epochs!r}; together they must be at most {MOST:,} samples (--epochs)")
-        if self.clip is not None and not (_is_number(self.clip) and self.clip > 0):
-            raise UserError(f"clip is {self.clip!r}; it must be above 0, or inf for none (--clip)")
+        if self.clip is not None and not (self.clip == math.inf or (_is_finite(self.clip) and self.clip > 0)):
+            raise UserError(f"clip is {self.clip!r:.60}; it must be a number above 0, or inf for none (--clip)")
         if self.clip == math.inf:  # how the command line says that a recipe's clipping is not wanted
             object.__setattr__(self, "clip", None)
         for name, given in OPTIONAL_FUNCTIONS.items():
@@ -289,8 +296,12 @@ def _check_schedule(schedule: object) -> None:
     _check_parameters("schedule", schedule, ("step", "steps"))
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def _is_finite(value: object) -> bool:
+    """Whether a value is a number that a float can hold."""
+    try:
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def _check_number(name: str, value: int | None, least: int) -> None:

@@ -21,6 +21,9 @@ from meshrun.errors import SharedError, UserError
 from meshrun.experiment import Schedule
 from meshrun.parallel.placed import norms
 
+ROUNDING = 1e-6
+"""How far below 0 a schedule may end by the rounding of its own formula; the rate is 0 then."""
+
 
 def make(
     optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], parameters: list[nn.Parameter], scale: float
@@ -41,6 +44,12 @@ def make(
             f"the optimizer {type(made).__name__} has no learning rate; each of its param_groups must have 'lr', which "
             f"its defaults can give: super().__init__(parameters, {{'lr': lr}})"
         )
+    for rate in (group["lr"] for group in made.param_groups):
+        if not math.isfinite(rate) or rate < 0:
+            raise UserError(
+                f"the optimizer {type(made).__name__} has the learning rate {float(rate):g}; it must be a finite "
+                f"number of at least 0"
+            )
     closure = inspect.signature(made.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
@@ -92,18 +101,30 @@ def set_learning_rate(
 ) -> float:
     """Set every group's rate for this update; returns the first group's."""
     if schedule is not None:
-        given = schedule.factor(step, steps) if isinstance(schedule, Schedule) else schedule(step, steps)
-        factor = math.nan
-        with contextlib.suppress(TypeError, ValueError):
-            factor = float(given)
-        if not math.isfinite(factor):
-            raise UserError(
-                f"Experiment(schedule=…) returned {given!r} for step {step} of {steps}; it must return a finite number "
-                f"that learning rates are multiplied by"
-            )
+        factor = _factor(schedule, step, steps)
         for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * factor
+            if not isinstance(group["lr"], Tensor) and not math.isfinite(group["lr"]):
+                raise UserError(
+                    f"Experiment(schedule=…) returned {factor:g} for step {step} of {steps}, which makes a learning "
+                    f"rate of {float(group['initial_lr']):g} infinite; it must return a smaller number"
+                )
     return float(optimizer.param_groups[0]["lr"])
+
+
+def _factor(schedule: Schedule | Callable[[int, int], float], step: int, steps: int) -> float:
+    """What learning rates are multiplied by for this update; a UserError where the schedule returns no such number."""
+    given = schedule.factor(step, steps) if isinstance(schedule, Schedule) else schedule(step, steps)
+    factor = math.nan
+    if not isinstance(given, str | bytes | bytearray):
+        with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):  # as tensors may raise
+            factor = float(given)
+    if not (math.isfinite(factor) and factor > -ROUNDING):
+        raise UserError(
+            f"Experiment(schedule=…) returned {given!r:.200} for step {step} of {steps}; it must return a finite "
+            f"number of at least 0 that learning rates are multiplied by"
+        )
+    return max(0.0, factor)
 
 
 def norm_now(gradients: list[Tensor]) -> float:

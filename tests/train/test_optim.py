@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -73,7 +74,14 @@ def test_a_run_of_one_step_has_the_full_rate():
     assert [rates(Schedule(kind), 1) for kind in ("cosine", "linear", "constant")] == [[1], [1], [1]]
 
 
-@pytest.mark.parametrize("fields", [{"kind": "cosin"}, {"warmup": -1}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"kind": "cosin"},
+        *({"warmup": value} for value in (-1, math.nan, math.inf, "x", None)),
+        *({"final": value} for value in (-1, math.nan, math.inf, "x", None)),
+    ],
+)
 def test_a_schedule_that_cannot_be_is_refused(fields: dict):
     ((name, value),) = fields.items()
     with pytest.raises(UserError, match=f"schedule {name} is .*{value}"):
@@ -115,10 +123,30 @@ def test_a_schedule_goes_by_the_scaled_rate():
     made = make(two_groups, list(nn.Linear(3, 2).parameters()), scale=4)
     assert set_learning_rate(made, Schedule("linear"), 0, 5) == pytest.approx(0.04)
     set_learning_rate(made, lambda step, steps: step / steps, 1, 2)
-    for wrong in (math.nan, math.inf, None):
-        with pytest.raises(UserError, match=rf"schedule=…\) returned {wrong} for step 1 of 2; it must return a finite"):
+    for wrong in (math.nan, math.inf, None, -1, -0.5, "x", "0.5", 10**400, [1]):
+        said = f"schedule=…) returned {wrong!r:.200} for step 1 of 2; it must return a finite number of at least 0"
+        with pytest.raises(UserError, match=re.escape(said)):
             set_learning_rate(made, lambda *_, wrong=wrong: wrong, 1, 2)
     assert [group["lr"] for group in made.param_groups] == pytest.approx([0.02, 0.2])
+
+
+def test_a_schedule_that_ends_below_0_by_rounding_ends_at_0():
+    made = make(two_groups, list(nn.Linear(3, 2).parameters()), scale=1)
+    assert set_learning_rate(made, lambda *_: 1 - 0.1 * 3 - 0.7 - 1e-16, 1, 2) == 0
+
+
+def test_a_factor_that_makes_rates_infinite_is_named():
+    made = make(lambda given: SGD(given, lr=10.0), list(nn.Linear(3, 2).parameters()), scale=1)
+    with pytest.raises(
+        UserError, match=r"returned 1e\+308 for step 0 of 2, which makes a learning rate of 10 infinite"
+    ):
+        set_learning_rate(made, lambda *_: 1e308, 0, 2)
+
+
+@pytest.mark.parametrize("rate", [math.nan, math.inf])
+def test_a_learning_rate_that_is_no_number_is_refused(rate: float):
+    with pytest.raises(UserError, match=f"the optimizer SGD has the learning rate {rate}; it must be a finite number"):
+        make(lambda given: SGD(given, lr=rate), list(nn.Linear(3, 2).parameters()), scale=1)
 
 
 class ByNorm(SGD):
