@@ -90,7 +90,6 @@ def build(experiment: Experiment, here: Here, how: How) -> Placed:
 
 def _replicated(experiment: Experiment, here: Here, how: How, moment: Moment) -> tuple[Placed, Ways]:
     model, plan = values.made(experiment, here.device)
-    values.refuse_other(model)
     if plan is not None:
         memory.give_memory(model, here.device)
     finder = BatchFinder.of(model, experiment)

@@ -102,7 +102,7 @@ def demands_of(experiment: Experiment, model: nn.Module | None = None) -> Demand
     """What the experiment's model asks of a layout; the model is built without values, unless it is given."""
     if model is None:
         made = blueprint(experiment.model, experiment.seed)
-        refuse_other(made.model)
+        refuse_other(made.model, has_values=made.reason is not None)
         model = without_values(made)
     try:
         found = segments.find(model, experiment.segments)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from meshrun.errors import UserError, WrongTarget
+from meshrun.errors import WrongTarget
 from meshrun.experiment import Loss, in_halves
 
 Score = Callable[[Any, Any], Loss]
@@ -260,10 +260,7 @@ def as_sums(loss: Loss) -> Tensor:
     """A loss as a tensor of two: total and count."""
     if not loss.total.is_cuda:
         # One small tensor instead of four: on a CPU looking at a number costs nothing.
-        count = float(loss.count)
-        if not count >= 0:
-            raise UserError(f"a loss or a metric returned a Loss whose count is {count}; it must be at least 0")
-        return torch.tensor([loss.total.item(), count], dtype=torch.float64)
+        return torch.tensor([loss.total.item(), float(loss.count)], dtype=torch.float64)
     total = loss.total.detach().double()
     if isinstance(loss.count, Tensor):
         return torch.stack([total, loss.count.detach().to(total)])

@@ -23,6 +23,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from meshrun.errors import UserError
 from meshrun.experiment import Experiment
@@ -37,9 +38,12 @@ def made(experiment: Experiment, device: torch.device) -> tuple[nn.Module, Bluep
     """The model with its values; or without them, and the way to them, which several threads go at once for a GPU."""
     if device.type == "cuda":
         plan = blueprint(experiment.model, experiment.seed, objection=memory.cannot_stay)
+        refuse_other(plan.model, has_values=plan.reason is not None)
         return plan.model, plan if plan.reason is None else None
     torch.manual_seed(experiment.seed)
-    return experiment.model(), None
+    model = experiment.model()
+    refuse_other(model, has_values=True)
+    return model, None
 
 
 @contextmanager
@@ -70,7 +74,7 @@ def laid_out(here: Here, experiment: Experiment) -> Iterator[Blueprint]:
     """
     with ExitStack() as turn:
         plan = blueprint(experiment.model, experiment.seed, partial(_kept, turn, here))
-        refuse_other(plan.model)
+        refuse_other(plan.model, has_values=plan.reason is not None)
         yield plan
 
 
@@ -90,10 +94,29 @@ def _turn(here: Here) -> Iterator[None]:
             dist.all_reduce(torch.zeros(1))
 
 
-def refuse_other(model: object) -> None:
-    """Say what the user's function returned, where that is no model, or one whose state no safetensors file holds."""
+def refuse_other(model: object, has_values: bool) -> None:
+    """Say what the user's function returned, where that is no model that can be trained, or that checkpoints can hold.
+
+    One that `has_values` was built on a device; another one was recorded, and is still without its values.
+    """
     if not isinstance(model, nn.Module):
         raise UserError(f"Experiment(model=…) returned {type(model).__name__}; it must return a torch nn.Module")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise UserError(
+            f"Experiment(model=…) returned {type(model).__name__}, of torch.jit, whose modules cannot be laid out on a "
+            f"mesh; return the nn.Module that it was scripted or traced from (--compile compiles it)"
+        )
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise UserError(
+                f"{name!r} of the model has no shape yet, since its module is lazy; give its sizes, such as "
+                f"nn.Linear(64, 10) in place of nn.LazyLinear(10)"
+            )
+        if has_values and parameter.is_meta:
+            raise UserError(
+                f"{name!r} of the model is on the meta device, so that it has no values to begin with; "
+                f"Experiment(model=…) must build a model with values (meshrun itself builds large ones in parts)"
+            )
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor) and tensor.dtype in (torch.complex128, torch.complex32):
             kind = str(tensor.dtype).removeprefix("torch.")

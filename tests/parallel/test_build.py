@@ -119,6 +119,21 @@ class Mixed(nn.Module):
         self.register_buffer("places", torch.arange(30.0) / 7, persistent=False)
 
 
+UNFIT = [
+    (lambda: torch.jit.script(nn.Linear(3, 2)), "of torch.jit, whose modules cannot be laid out on a mesh; return the"),
+    (lambda: nn.LazyLinear(2), "'weight' of the model has no shape yet, since its module is lazy; give its sizes"),
+    (lambda: nn.Linear(3, 2, device="meta"), "'weight' of the model is on the meta device, so that it has no values"),
+]
+
+
+@pytest.mark.ranks(1)
+def test_a_model_that_cannot_be_trained_is_refused_in_a_sentence():
+    here = start_on_cpu(1)
+    for make, said in UNFIT:
+        with pytest.raises(UserError, match=said):
+            built(make, here)
+
+
 @pytest.fixture
 def as_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Here]:
     """On a GPU a model is laid out first and filled then; here the host is laid out for."""
@@ -140,6 +155,14 @@ def test_values_that_are_drawn_for_a_gpu_are_those_of_the_constructor(as_for_a_g
     ):
         for (name, a), (also, b) in zip(found, wanted, strict=True):
             assert name == also and torch.equal(a, b), name
+
+
+@pytest.mark.parametrize(("make", "said"), UNFIT)
+def test_a_model_that_cannot_be_trained_is_refused_for_a_gpu_too(
+    as_for_a_gpu: Here, make: Callable[[], nn.Module], said: str
+):
+    with pytest.raises(UserError, match=said):
+        built(make, as_for_a_gpu)
 
 
 class Elsewhere(nn.Module):
