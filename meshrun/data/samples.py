@@ -18,6 +18,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
@@ -122,15 +124,27 @@ class Samples(Dataset[Read]):
         if self.draws:
             return self._collated([self._one(number, epoch) for number in ids], ids, epoch)
         if self._whole is not None:
-            return self._noted(self._whole, ids, epoch)
+            batch = self._noted(self._whole, ids, epoch)
+            refuse_lost_rows(batch, len(ids), f"batch_of of {type(self.dataset).__name__}")
+            return batch
         if self._many is not None:
-            return self._collate(self._noted(self._many, ids, epoch))
-        return self._collate([self._one(number, epoch) for number in ids])
+            samples = self._noted(self._many, ids, epoch)
+            if not hasattr(samples, "__len__") or len(samples) != len(ids):
+                found = len(samples) if hasattr(samples, "__len__") else type(samples).__name__
+                raise UserError(
+                    f"__getitems__ of {type(self.dataset).__name__} returned {found} for {len(ids)} samples; it must "
+                    f"return a list with one for each"
+                )
+            return self._collated(samples, ids, epoch)
+        return self._collated([self._one(number, epoch) for number in ids], ids, epoch)
 
     def _collated(self, samples: list[Any], ids: list[int], epoch: int | None) -> Any:
         if self.draws:
             seeding.seed_for(self.seed, epoch, ids)
-        return self._collate(samples)
+        batch = self._collate(samples)
+        if self._collate is not default_collate:
+            refuse_lost_rows(batch, len(ids), "Experiment(collate=…)")
+        return batch
 
     def _noted(self, read: Callable[[list[int]], Any], ids: list[int], epoch: int | None) -> Any:
         try:
@@ -197,6 +211,25 @@ class Samples(Dataset[Read]):
             f"neither sample {near} nor any of the {min(TRIES, len(self.dataset))} after it can be read, the last one "
             f"because of: {why}; what --skip-bad-samples goes on without are single samples"
         )
+
+
+def refuse_lost_rows(batch: Any, samples: int, maker: str) -> None:
+    """Refuse a batch that says by all its shapes that it has fewer samples than were read.
+
+    Tensors of a batch may have other first dimensions than the samples: tokens that are packed, steps of time. But
+    where all have the same number of rows, one of them a single value in each, and these are fewer than the samples,
+    while no dimension of any is the number of samples, then some are lost.
+    """
+    shapes = [each.shape for each in tree_leaves(batch) if isinstance(each, Tensor)]
+    rows = {shape[0] if shape else samples for shape in shapes}
+    if len(shapes) < 2 or len(rows) != 1 or rows.pop() >= samples:
+        return
+    if min(map(len, shapes)) > 1 or any(samples in shape for shape in shapes):
+        return
+    raise UserError(
+        f"{maker} made a batch of {shapes[0][0]} rows of {samples} samples; it must keep every sample, since each is "
+        f"counted (raise an error where one cannot be read: --skip-bad-samples goes on without such)"
+    )
 
 
 def _can_be_skipped(error: BaseException) -> bool:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import pickle
 import time
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from meshrun.data.loader import Loader, Reading, evaluation_batches, readers_of_a_rank
 from meshrun.data.order import Cut, Order
@@ -239,3 +241,48 @@ def test_what_is_read_can_be_sent():
 )
 def test_readers_get_the_cores_that_nobody_computes_on(cores, threads, on_gpu, light, readers):
     assert readers_of_a_rank(cores, threads, on_gpu, light) == readers
+
+
+class Some(list[tuple[Tensor, int]]):
+    """Samples of two numbers and a class."""
+
+    def __getitem__(self, number: Any) -> Any:
+        return torch.ones(2) * number, number
+
+
+def rows_of(samples: list[tuple[Tensor, int]]) -> tuple[Tensor, Tensor]:
+    return torch.stack([inputs for inputs, _ in samples]), torch.tensor([target for _, target in samples])
+
+
+def test_a_collate_that_drops_samples_is_refused():
+    samples = Samples(Some(range(9)), lambda given: rows_of([each for each in given if each[1] % 3]))
+    with pytest.raises(UserError, match=r"collate=…\) made a batch of 4 rows of 6 samples; it must keep every sample"):
+        samples[Wanted([0, 1, 2, 3, 4, 5], 6)]
+
+
+@pytest.mark.parametrize(
+    "collate",
+    [
+        rows_of,
+        lambda given: (torch.cat([inputs for inputs, _ in given]), torch.ones(3 * len(given))),  # packed
+        lambda given: (torch.cat([inputs for inputs, _ in given])[None], torch.ones(1, 2 * len(given))),
+        lambda given: (rows_of(given)[0].T, rows_of(given)[1]),  # time first
+        lambda given: (rows_of(given)[0].T, rows_of(given)[0].T),
+        lambda given: (rows_of(given)[0][:2], torch.tensor(0)),  # one target for all
+        lambda given: (rows_of(given)[0].sum(0), torch.ones(1)),
+    ],
+)
+def test_batches_of_other_forms_are_taken(collate: Any):
+    assert len(Samples(Some(range(9)), collate)[Wanted([0, 1, 2, 3, 4], 5)].batch) == 2
+
+
+class TooFew(Some):
+    def __getitems__(self, numbers: list[int]) -> list[Any]:
+        return [self[number] for number in numbers[1:]]
+
+
+def test_a_dataset_that_returns_too_few_samples_is_refused():
+    with pytest.raises(
+        UserError, match="__getitems__ of TooFew returned 2 for 3 samples; it must return a list with one"
+    ):
+        Samples(TooFew(range(9)))[Wanted([0, 1, 2], 3)]
