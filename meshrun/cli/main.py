@@ -30,7 +30,7 @@ from meshrun.cli.export import export_command
 from meshrun.cli.inspect import inspect_command
 from meshrun.cli.jobs import cancel_command, follow_command, jobs_command
 from meshrun.cli.sites import sites_app
-from meshrun.cli.streams import flush, open_streams
+from meshrun.cli.streams import flush, open_streams, put_back
 from meshrun.cli.target import recipes
 from meshrun.config import whole_number
 from meshrun.errors import CutOff, RunFailed, SharedError, StoppedByHand, UserError, brief, described, printable
@@ -143,7 +143,8 @@ def main(argv: list[str] | None = None) -> NoReturn:
     as_json, debug = "--json" in words, "--debug" in words
     keep_bytecode()
     try:
-        status = _dispatch(words)
+        with put_back():
+            status = _dispatch(words)
     except (UserError, RunFailed) as error:
         by_rank_0 = isinstance(error, SharedError) and _world().rank != 0
         status = _give_up(error, "" if by_rank_0 else str(error), as_json, debug)
@@ -309,7 +310,9 @@ def _run(words: list[str]) -> int:
             return 0
         from meshrun.cli.run import run_command
 
-        return _trained(asked, run_command(asked, nursery))
+        with put_back():
+            result = run_command(asked, nursery)
+        return _trained(asked, result)
 
 
 def _resume(words: list[str]) -> int:
@@ -318,7 +321,11 @@ def _resume(words: list[str]) -> int:
     refuse_unseen(words)
     with nursery_of_run(words) as nursery:
         asked = _parsed_by_all(parse_resume, words)
-        return _trained(asked, resume_command(asked, nursery)) if asked is not None else 0
+        if asked is None:
+            return 0
+        with put_back():
+            result = resume_command(asked, nursery)
+        return _trained(asked, result)
 
 
 def _parsed_by_all(parse: Callable[[list[str]], Asked | None], words: list[str]) -> Asked | None:

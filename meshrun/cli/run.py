@@ -118,13 +118,15 @@ def _as_torchrun_would() -> Iterator[None]:
 @contextlib.contextmanager
 def _kept_for_the_document() -> Iterator[None]:
     """What the user's program prints must not get between scripts and the one document on standard output."""
-    own = os.dup(1)
-    sys.stdout.flush()
+    own, stream = os.dup(1), sys.stdout
+    stream.flush()
     os.dup2(2, 1)
     try:
         yield
     finally:
-        sys.stdout.flush()
+        for each in {stream, sys.stdout} - {None}:  # the program may have put another one in its place
+            with contextlib.suppress(ValueError):  # or have closed it
+                each.flush()
         os.dup2(own, 1)
         os.close(own)
 

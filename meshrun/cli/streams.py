@@ -13,6 +13,7 @@ import contextlib
 import io
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 
@@ -32,6 +33,14 @@ class _Log(_Outlet):
     """A file on a disk that may take nothing more: a program must not end because it prints."""
 
     ignored = OSError
+
+
+class _Stream(io.TextIOWrapper):
+    """A standard stream that outlasts a program which closes it: what meshrun says after that is still read."""
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self.flush()
 
 
 def open_streams() -> None:
@@ -59,7 +68,17 @@ def _set_stream(name: str, raw: Any, by_line: bool) -> None:
     # Names of files need not be text, and a terminal need not know all text.
     if errors in ("strict", "surrogateescape"):
         errors = "surrogateescape" if codecs.lookup(encoding).name == "utf-8" else "backslashreplace"
-    setattr(sys, name, io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=by_line))
+    setattr(sys, name, _Stream(io.BufferedWriter(raw), encoding, errors, line_buffering=by_line))
+
+
+@contextlib.contextmanager
+def put_back() -> Iterator[None]:
+    """Around a program in this process, which may close standard output and error, or put something in their place."""
+    streams = sys.stdout, sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
 
 
 def flush() -> str | None:

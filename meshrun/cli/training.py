@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import platform
 import signal
@@ -171,9 +172,18 @@ def _write(path: Path, document: dict[str, Any], unwritten: list[str]) -> None:
         missing.append(f"cannot write {path}: {error.strerror}")
     if missing:
         raise RunFailed(
-            f"the training has ended, but not all of it is kept: {'; '.join(missing)}; make room and "
+            f"the training has ended, but not all of it is kept: {'; '.join(missing)}; {_cure(missing)} and "
             f"`meshrun resume {path.parent}`"
         )
+
+
+def _cure(missing: list[str]) -> str:
+    """What to do before files can be written that could not be, by what the system said of them."""
+    said = "; ".join(missing)
+    if os.strerror(errno.EISDIR) in said:
+        return "move the directory that is in its place"
+    full = any(os.strerror(code) in said for code in (errno.ENOSPC, errno.EDQUOT))
+    return "make room" if full else "see to it that it can be written"
 
 
 def afterwards(trained: Trained, run: RunDirectory, recorder: Recorder, pulse: Pulse | None) -> dict[str, Any]:

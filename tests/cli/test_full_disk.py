@@ -13,7 +13,7 @@ import pytest
 from safetensors import safe_open
 
 from meshrun.check.disk import Disk, can_mount
-from meshrun.config import RunDirectory
+from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import RunFailed
 from meshrun.observe.pulse import PulseView
 from meshrun.state.saver import Saver
@@ -126,3 +126,21 @@ def test_a_run_that_could_not_keep_its_last_checkpoint_says_so_and_fails(tmp_pat
 def test_a_run_that_keeps_no_checkpoints_does_not_miss_one(tmp_path: Path):
     result, _ = in_process.trained(PROGRAM, tmp_path, {}, steps=4, checkpoint="none")
     assert result["steps"] == 4
+
+
+@pytest.mark.ranks(1)
+def test_a_directory_in_place_of_the_result_is_named_and_not_taken_for_a_full_disk(tmp_path: Path):
+    real = RunDirectory.create.__func__
+
+    def created(cls: type[RunDirectory], config: RunConfig) -> RunDirectory:
+        run: RunDirectory = real(cls, config)
+        (run.path / "result.json").mkdir()
+        return run
+
+    with (
+        mock.patch.object(RunDirectory, "create", classmethod(created)),
+        pytest.raises(
+            RunFailed, match=r"result.json: Is a directory; move the directory that is in its place and `mesh"
+        ),
+    ):
+        in_process.trained(PROGRAM, tmp_path, {}, steps=2)

@@ -45,6 +45,29 @@ def test_output_that_cannot_be_written_is_an_error_in_one_sentence(tmp_path: Pat
     assert ended.stderr == "meshrun: standard output cannot be written: No space left on device\n"
 
 
+CLOSES = """
+import sys, torch
+from meshrun import Experiment, mean_squared_error
+
+def loss(outputs, targets):
+    {closes}
+    return mean_squared_error(outputs, targets)
+
+def experiment():
+    data = [(torch.ones(2), torch.ones(1))] * 8
+    sgd = lambda given: torch.optim.SGD(given, lr=0.1)
+    return Experiment(lambda: torch.nn.Linear(2, 1), data, loss, sgd, batch=4, steps=2)
+"""
+
+
+@pytest.mark.parametrize("closes", ["sys.stdout.close(); sys.stderr.close()", "sys.stdout = sys.stderr = None"])
+def test_a_program_that_closes_its_streams_keeps_nobody_from_its_result(closes: str, tmp_path: Path):
+    (tmp_path / "closes.py").write_text(CLOSES.format(closes=closes))
+    ended = shell('"$@"', tmp_path, "run", "closes.py", "--json", "--workers", "0")
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout)["steps"] == 2
+
+
 @pytest.mark.parametrize("line", ['"$@" >&-', '"$@" 2>&-', '"$@" <&-', '"$@" <&- >&- 2>&-', '"$@" 2>/dev/full'])
 def test_streams_that_are_not_there_are_no_error(line: str, tmp_path: Path):
     ended = shell(line, tmp_path, "version")
