@@ -16,12 +16,12 @@ import torch
 
 from meshrun.data.feed import fed, on, to_device
 from meshrun.data.loader import Evaluated, Reading, evaluation_batches
-from meshrun.errors import UserError, WrongTarget
+from meshrun.errors import SharedError, UserError, WrongTarget
 from meshrun.experiment import Experiment, Metric
 from meshrun.mesh import Here
 from meshrun.parallel.placed import Piece, Placed, Score
 from meshrun.train.room import room
-from meshrun.train.step import as_pair, check_loss
+from meshrun.train.step import COUNT, as_pair, check_loss, is_count
 
 FULL = 64
 """Samples that keep a GPU busy."""
@@ -76,6 +76,10 @@ def _evaluate_one(
             reduction.wait()
     *found, (skipped, _) = sums.tolist()
     rows: dict[str, list[float]] = dict(zip(functions, found, strict=True))
+    for each, (_, count) in rows.items():
+        if not is_count(count):  # on a GPU, where nobody has looked at it before
+            what = "loss" if each == "loss" else f"the metric {each!r}"
+            raise SharedError(f"the counts of {what} over evals[{name!r}] add up to {count:g}; each: {COUNT}")
     scores = {each: total / count if count else math.nan for each, (total, count) in rows.items()}
     finished = {each: metric for each, metric in experiment.metrics.items() if isinstance(metric, Metric)}
     scores |= {each: metric.then(scores[each]) for each, metric in finished.items()}

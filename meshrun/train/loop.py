@@ -33,7 +33,7 @@ from meshrun.data.feed import on
 from meshrun.data.loader import Loader, StepData
 from meshrun.data.order import Order
 from meshrun.data.together import coming
-from meshrun.errors import RunFailed
+from meshrun.errors import RunFailed, SharedError
 from meshrun.experiment import Experiment, in_halves
 from meshrun.kernels import products
 from meshrun.mesh import Here, start
@@ -54,7 +54,7 @@ from meshrun.train.recovery import Keeping
 from meshrun.train.refusals import refuse_settings
 from meshrun.train.state import plain
 from meshrun.train.states import in_eight_bits
-from meshrun.train.step import Inspect, Stepper
+from meshrun.train.step import COUNT, Inspect, Stepper, is_count
 from meshrun.train.totals import Totals, Update
 from meshrun.train.weight_files import WeightFiles
 from meshrun.world.caches import keep_compiled_code
@@ -333,6 +333,10 @@ class Trainer:
         return self.policy.judge(total / count if count else math.nan, norm, self.totals.losses) is None
 
     def _settle(self, update: Update) -> None:
+        if not is_count(update.count):  # on a GPU, where nobody has looked at it before
+            raise SharedError(
+                f"the counts of the loss add up to {update.count:g} at step {update.step + 1}; each: {COUNT}"
+            )
         verdict = self.policy.judge(update.loss, update.grad_norm, self.totals.losses)
         if verdict is not None and verdict.action == "stop":
             finite = math.isfinite(update.loss) and math.isfinite(update.grad_norm)

@@ -12,6 +12,7 @@ divides by the number of samples, which is known, and the difference is made up 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from meshrun.train.recording import Recorder
 from meshrun.train.states import EightBit, Kept
 from meshrun.train.update import Plain, Update, fastest, scale
 
+COUNT = "it must be a finite number of at least 0, such as len(targets)"
+"""What the count of a Loss must be."""
 Inspect = Callable[[int, Placed], None]
 """Shown the gradients of a step, scaled and clipped, before the optimizer uses them."""
 
@@ -136,6 +139,11 @@ class Stepper:
     def weigh(self, outcome: Outcome, samples: int) -> tuple[list[float] | Tensor, float | Tensor]:
         """`Update.values`, and what the gradients are to be multiplied by; on a GPU as tensors that nobody looks at."""
         sums, norm, gradients = outcome.sums, outcome.norm, self.update.gradients()
+        if norm is None and not gradients:
+            raise UserError(
+                "no trained parameter of the model has a gradient, since the loss does not depend on any; compute its "
+                "total from the outputs of the model"
+            )
         if self.recorder is not None or (sums.is_cuda and not any(each.is_cpu for each in gradients[:1])):
             norm = norm_on_device(gradients) if norm is None else norm
             norm, factor = clipped_on_device(norm, samples / sums[1], self.clip)
@@ -187,7 +195,13 @@ class Stepper:
         return self.augment(inputs, SampleDraws(self.seed, step // self.steps_per_epoch, ids, self.here.device))
 
     def _loss(self, outputs: Any, targets: Any) -> Loss:
-        return check_loss(self.loss(outputs, targets), "loss")
+        found = check_loss(self.loss(outputs, targets), "loss")
+        if not found.total.requires_grad:
+            raise UserError(
+                "loss returned a Loss whose total has no gradient; compute it from the outputs, without detach(), "
+                "item() or torch.no_grad(), in the model as in the loss"
+            )
+        return found
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
@@ -212,8 +226,20 @@ def check_loss(loss: object, name: str) -> Loss:
     if not isinstance(loss.total, Tensor) or loss.total.dim() != 0:
         shape = tuple(loss.total.shape) if isinstance(loss.total, Tensor) else type(loss.total).__name__
         raise UserError(f"{what} returned a Loss whose total is {shape}; it must be a tensor with one value, the sum")
+    if loss.total.is_complex() or loss.total.is_meta:
+        kind = "on the meta device" if loss.total.is_meta else "a complex number"
+        raise UserError(f"{what} returned a Loss whose total is {kind}; it must be a real number, the sum")
     count = loss.count
-    if count.numel() != 1 if isinstance(count, Tensor) else not isinstance(count, Real):
-        described = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, Tensor) else repr(count)
+    one = count.numel() == 1 and not (count.is_complex() or count.is_meta) if isinstance(count, Tensor) else True
+    if not one or not isinstance(count, Tensor | Real):
+        described = f"a tensor of shape {tuple(count.shape)}" if isinstance(count, Tensor) else f"{count!r:.60}"
         raise UserError(f"{what} returned a Loss whose count is {described}; it must be a number, such as len(targets)")
+    # Those on a GPU are looked at with the numbers of a finished update: the host would have to wait for them here.
+    if not (isinstance(count, Tensor) and count.is_cuda) and not is_count(count):
+        raise UserError(f"{what} returned a Loss whose count is {count!r:.60}; {COUNT}")
     return loss
+
+
+def is_count(count: Any) -> bool:
+    """Whether a sum can be divided by a number, or can be of nothing."""
+    return bool(0 <= count <= sys.float_info.max)

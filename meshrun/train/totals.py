@@ -51,6 +51,11 @@ class Update:
         return total / count if count else math.nan
 
     @property
+    def count(self) -> float:
+        """What the loss's sum over the global batch is divided by."""
+        return self._numbers()[1]
+
+    @property
     def grad_norm(self) -> float:
         """The norm of the global gradient before clipping."""
         return self._numbers()[2]

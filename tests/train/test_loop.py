@@ -257,8 +257,30 @@ def mean_of(outputs: Tensor, targets: Tensor) -> Tensor:
         (mean_of, r"loss returned Tensor; it must return Loss\(total, count\).*reduction='sum'"),
         (lambda *_: None, "loss returned NoneType; it must return Loss"),
         (lambda outputs, _: Loss(outputs, 6), r"a Loss whose total is \(6, 3\); it must be a tensor with one value"),
-        (lambda outputs, _: Loss(outputs.sum(), -3), "a Loss whose count is -3.0; it must be at least 0"),
-        (lambda outputs, _: Loss(outputs.sum(), math.nan), "a Loss whose count is nan; it must be at least 0"),
+        (lambda outputs, _: Loss(outputs.sum(), -3), "loss returned a Loss whose count is -3; it must be a finite"),
+        (
+            lambda outputs, _: Loss(outputs.sum(), math.nan),
+            "loss returned a Loss whose count is nan; it must be a finite",
+        ),
+        (
+            lambda outputs, _: Loss(outputs.sum(), math.inf),
+            "loss returned a Loss whose count is inf; it must be a finite",
+        ),
+        (lambda outputs, _: Loss(outputs.sum(), 10**400), "loss returned a Loss whose count is 1000000"),
+        (lambda outputs, _: Loss(outputs.sum(), torch.tensor(-8)), r"a Loss whose count is tensor\(-8\); it must be"),
+        (
+            lambda outputs, _: Loss(outputs.sum(), torch.tensor(8j)),
+            "a Loss whose count is a tensor .* must be a number",
+        ),
+        (lambda outputs, _: Loss(outputs.sum() + 0j, 1), "a Loss whose total is a complex number; it must be a real"),
+        (
+            lambda outputs, _: Loss(outputs.detach().sum(), 1),
+            "loss returned a Loss whose total has no gradient; compute",
+        ),
+        (
+            lambda *_: Loss(torch.ones((), requires_grad=True) * 1, 1),
+            "no trained parameter of the model has a gr",
+        ),
         (lambda outputs, _: Loss(outputs.sum(), None), "loss returned a Loss whose count is None; it must be a number"),
         (lambda outputs, _: Loss(outputs.sum(), outputs[0]), r"count is a tensor of shape \(3,\); it must be a number"),
         (lambda *_: Loss(1.5, 6), "a Loss whose total is float; it must be a tensor with one value"),
