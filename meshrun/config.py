@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import hashlib
 import math
 import os
@@ -29,6 +30,7 @@ from typing import Any, Literal
 
 from meshrun import strict_json
 from meshrun.errors import SharedError, UserError
+from meshrun.files import read_plain
 from meshrun.strict_json import of_type
 
 FORMAT = 1
@@ -169,7 +171,7 @@ class RunConfig:
             value = getattr(self, name)
             flag = f"(--{name.replace('_', '-')})"
             if value is not None and not value > 0:
-                raise UserError(f"{name} is {value}; it must be above 0 {unit} {flag}")
+                raise UserError(f"{name} is {value}; it must be a number above 0 ({unit}) {flag}")
             if value is not None and unit == "seconds" and value > A_YEAR:
                 raise UserError(f"{name} is {value:g}; it must be at most {A_YEAR:,} seconds, a year {flag}")
         if self.port is not None and not 0 < self.port < 65536:
@@ -186,8 +188,9 @@ class RunConfig:
             )
         if not self.cache.strip():
             raise UserError("cache is empty; it must be auto, tmp, memory, a folder, or none (--cache)")
-        if self.name is not None and (not self.name or "/" in self.name or self.name.startswith(".")):
-            raise UserError(f"name is {self.name!r}; it must be a plain file name (--name)")
+        name = self.name
+        if name is not None and (not name or "/" in name or name.startswith(".") or any(map(_is_control, name))):
+            raise UserError(f"name is {name!r:.200}; it must be a plain file name (--name)")
 
     @property
     def run_name(self) -> str:
@@ -214,6 +217,10 @@ class RunConfig:
             return cls(**{name: of_type(hints[name], each, name) for name, each in {"target": None, **values}.items()})
         except ValueError as error:
             raise UserError(f"its config has {error}") from None
+
+
+def _is_control(character: str) -> bool:
+    return ord(character) < 32 or ord(character) == 127
 
 
 def whole_number(text: str) -> int | None:
@@ -271,14 +278,14 @@ def option_fields() -> list[dataclasses.Field[Any]]:
 def read_file(path: Path) -> dict[str, Any]:
     """The options in a TOML or JSON file: the same names as on the command line, dashes or underscores."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_plain(path).decode("utf-8")
         values = strict_json.loads(text) if path.suffix == ".json" else read_toml(text)
     except ValueError as error:
         raise UserError(
             f"{path} is not valid {'JSON' if path.suffix == '.json' else 'TOML'}: {error} (--config)"
         ) from None
     except OSError as error:
-        raise UserError(f"cannot read {path}: {error.strerror} (--config)") from None
+        raise UserError(f"cannot read {path}: {error.strerror}; it must be a TOML or JSON file (--config)") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds {type(values).__name__}; it must be a table of options (--config)")
     return {name.replace("-", "_"): value for name, value in values.items()}
@@ -308,6 +315,8 @@ class RunDirectory:
                     continue
             run = cls(runs / f"{name}-{number}")
         except OSError as error:
+            if error.errno == errno.ENAMETOOLONG and os.path.isdir(runs):  # noqa: PTH112 - Path's raises
+                raise UserError(f"name is {name!r:.200}, of {len(name)} characters; it is too long (--name)") from None
             raise UserError(f"cannot make a run directory in {runs}: {error.strerror} (--runs)") from None
         try:
             for folder in (run.events, run.logs, run.weights):

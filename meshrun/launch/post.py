@@ -17,7 +17,7 @@ from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
-from meshrun.config import RunDirectory
+from meshrun.config import RunDirectory, whole_number
 from meshrun.errors import CutOff, RunFailed, UserError, printable
 from meshrun.launch import secret
 from meshrun.launch.job import Interrupted, Job, Seat, Tell, Watch
@@ -312,6 +312,17 @@ def lines(wire: Wire, give_up: float) -> Iterator[Document]:
 def address_in(where: str) -> tuple[str, int]:
     """Host and port of "host:port"."""
     host, _, port = where.rpartition(":")
-    if not host or not port.isdigit():
-        raise UserError(f"join is {where!r}; it must be HOST:PORT of the run's first node (--join)")
-    return host.strip("[]"), int(port)
+    number, host = whole_number(port), host.strip("[]")
+    if not _may_be_host(host) or number is None or not 0 < number < 65536:
+        raise UserError(
+            f"join is {where!r:.200}; it must be HOST:PORT of the run's first node, the port from 1 to 65535 (--join)"
+        )
+    return host, number
+
+
+def _may_be_host(host: str) -> bool:
+    """Whether a text can be a name or an address: else looking it up fails in other ways than that there is none."""
+    try:
+        return bool(host.encode("idna")) and "/" not in host and not any(each.isspace() for each in host)
+    except UnicodeError:
+        return False

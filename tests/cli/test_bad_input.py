@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 import sys
@@ -100,9 +101,9 @@ REFUSALS = {
     "batch above the dataset": (["--batch", 21], r"batch is 21 but .* only 20 samples; .*\(--batch\)$"),
     "batch of nothing": (["--batch", 0], r"batch is 0; it must be .* at least 1 \(--batch\)$"),
     "no steps": (["--steps", 0], r"steps is 0; it must be .* at least 1 \(--steps\)$"),
-    "less than no epochs": (["--epochs", -1], r"epochs is -1.0; it must be above 0 \(--epochs\)$"),
+    "less than no epochs": (["--epochs", -1], r"epochs is -1.0; it must be a finite number above 0 \(--epochs\)$"),
     "micro-batch of nothing": (["--micro", 0], r"micro is 0; it must be .* at least 1 \(--micro\)$"),
-    "clip of nothing": (["--clip", 0], r"clip is 0.0; it must be above 0.*\(--clip\)$"),
+    "clip of nothing": (["--clip", 0], r"clip is 0.0; it must be a number above 0.*\(--clip\)$"),
     "precision that is none": (["--precision", "fp8"], r"precision is 'fp8'; .*bf16, float8 \(--precision\)$"),
     "order that is none": (["--shuffle", "some"], r"shuffle is 'some'; .* full, window .*\(--shuffle\)$"),
     "no processes": (["--procs", 0], r"procs is 0; it must be at least 1 \(--procs\)$"),
@@ -319,7 +320,7 @@ HUGE = {
     "too many threads": (["--threads", "99999"], r"threads is 99,999; it must be at most 4,096 \(--threads\)$"),
     "too many steps": (["--steps", "9" * 30], r"steps is 9.*; it must be at most 1,000,.* \(--steps\)$"),
     "too many epochs": (["--epochs", "1e300"], r"epochs is 1e\+300; together they must be at most .*\(--epochs\)$"),
-    "a name that is too long": (["--name", "x" * 300], r"cannot make a run directory in runs: File name too long"),
+    "a name that is too long": (["--name", "x" * 300], r"name is 'x*, of 300 characters; it is too long \(--name\)"),
     "a folder that is too long": (["--runs", "x" * 300], r"cannot make a run directory in x*: File name too long"),
 }
 
@@ -353,6 +354,15 @@ def test_a_file_that_is_no_program_is_refused_and_one_in_another_encoding_is_rea
         assert ended.status == 0, ended.err
     else:
         check_refusal(ended, "odd.py is not valid Python: ")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "device without end"])
+def test_options_in_a_pipe_or_a_device_are_refused_and_not_waited_for(call: Call, tmp_path: Path, kind: str):
+    os.mkfifo(tmp_path / "pipe")
+    path = tmp_path / "pipe" if kind == "pipe" else "/dev/zero"
+    check_refusal(
+        call(WRONG, "--config", path), r"cannot read .*: it is no plain file; it must be a TOML or JSON file \("
+    )
 
 
 def test_options_nested_too_deep_are_refused(call: Call, tmp_path: Path):

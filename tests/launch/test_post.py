@@ -165,7 +165,13 @@ def test_a_run_directory_that_cannot_be_one_is_refused(path: str):
         post.directory_named(path)
 
 
-@pytest.mark.parametrize("where", ["host", "host:x", ":1"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("host", "host:x", ":1", "host:0", "host:65536", "host:²", f"host:{10**30}", "http://host:1", "a b:1", "[]:1"),
+        *("x" * 300 + ":1", "a..b:1", "\udcff:1"),
+    ],
+)
 def test_an_address_without_a_host_or_a_port_is_refused(where: str):
     with pytest.raises(UserError, match=r"\(--join\)"):
         post.address_in(where)
