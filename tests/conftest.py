@@ -22,9 +22,15 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are as many workers and r
 settings.register_profile("suite", deadline=None)  # how long an example takes is up to what else the machine does
 settings.load_profile("suite")
 TIMEOUT_S = 60.0
-REPLACED = ("dropout", "dropout1d", "dropout2d", "dropout3d", "scaled_dot_product_attention")
-torch_functions: dict[str, Any] = {}
-"""torch's own functions of the names in REPLACED."""
+REPLACED = {
+    "torch.nn.functional": (
+        *("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"),
+        "scaled_dot_product_attention",
+    ),
+    "torch._VF": ("lstm", "gru", "rnn_tanh", "rnn_relu"),
+}
+torch_functions: dict[tuple[str, str], Any] = {}
+"""torch's own functions of the modules and names in REPLACED."""
 LONG = (
     "tests/cluster/test_deadline.py",
     "tests/train/test_axes.py",
@@ -57,15 +63,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish() -> None:
     """Record torch's own functions before any test or fixture, whatever its scope, trains in this process."""
-    functions = sys.modules.get("torch.nn.functional")
-    torch_functions.update({name: getattr(functions, name) for name in REPLACED if functions})
+    for place, names in REPLACED.items():
+        if (module := sys.modules.get(place)) is not None:
+            torch_functions.update({(place, name): getattr(module, name) for name in names})
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown() -> None:
     """A training in the test's own process replaces functions of torch, which later tests must not meet."""
-    for name, function in torch_functions.items():
-        setattr(sys.modules["torch.nn.functional"], name, function)
+    for (place, name), function in torch_functions.items():
+        setattr(sys.modules[place], name, function)
 
 
 @pytest.hookimpl(tryfirst=True)

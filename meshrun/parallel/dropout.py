@@ -31,7 +31,7 @@ Part = tuple[int, int]
 def key_dropouts(model: nn.Module, moment: Moment) -> list[str]:
     """Turn every dropout of a model into its keyed version, and name those that were turned.
 
-    Of torch's own classes, `AlphaDropout` and `FeatureAlphaDropout` stay as they are.
+    `AlphaDropout` and `FeatureAlphaDropout` stay as they are: `composed_dropout` replaces what they call.
     """
     turned = []
     for name, module in model.named_modules():

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshrun.errors import RunFailed
+from meshrun.parallel.composed_dropout import compose_of_dropout
 from meshrun.parallel.dropout import (
     Keyed,
     KeyedDropout,
@@ -112,6 +113,7 @@ _recorder: tuple[WeakKeyDictionary[nn.Module, str], Seen] | None = None
 def key_functions(model: nn.Module, moment: Moment, part: Part | None = None) -> None:
     """Let dropouts that the code of a model's modules calls draw by key; `part` is this rank's of its tp group."""
     global _attention_without_dropout
+    compose_of_dropout()
     for name, module in model.named_modules():
         _SITES[module] = Site(moment, name, part)
     for name in PLAIN:
@@ -201,8 +203,8 @@ def attention(
     if dropout_p > 0 and not query.is_meta:
         site = _site((*query.shape[:-1], key.shape[-2]))
     if isinstance(site, Site) and site.moment.positions is None:  # cp refuses dropout in attention, in its own words
-        weights = _weights(query, key, attn_mask, is_causal, scale, enable_gqa)
-        return site.drop_weights(weights, dropout_p) @ _for_heads(value, query, enable_gqa)
+        weights = attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
+        return site.drop_weights(weights, dropout_p) @ values_for_heads(value, query, enable_gqa)
     if site is _WRITTEN_DOWN:
         dropout_p = 0.0
     return _attention_without_dropout(
@@ -210,12 +212,12 @@ def attention(
     )
 
 
-def _weights(
+def attention_weights(
     query: Tensor, key: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, enable_gqa: bool
 ) -> Tensor:
     """(…, heads, queries, keys), as torch documents them."""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    scores = (query * scale) @ _for_heads(key, query, enable_gqa).transpose(-2, -1)
+    scores = (query * scale) @ values_for_heads(key, query, enable_gqa).transpose(-2, -1)
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None and mask.dtype == torch.bool:
@@ -227,7 +229,8 @@ def _weights(
     return weights.to(scores.dtype)
 
 
-def _for_heads(tensor: Tensor, query: Tensor, enable_gqa: bool) -> Tensor:
+def values_for_heads(tensor: Tensor, query: Tensor, enable_gqa: bool) -> Tensor:
+    """Keys or values, repeated for all heads of the query that share them."""
     return tensor.repeat_interleave(query.shape[-3] // tensor.shape[-3], -3) if enable_gqa else tensor
 
 
