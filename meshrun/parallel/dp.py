@@ -65,6 +65,7 @@ def apply(
 ) -> Replicated:
     """Replicate a model that is already on this rank's device; `shortened` stores its matrices in bf16."""
     if here.mesh is not None:
+        _settle_strides(model)
         with here.waiting("the initial weights from rank 0"), torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
                 values = tensor.detach().contiguous()
@@ -73,6 +74,18 @@ def apply(
     # What is compressed by matrices is compressed in fp32.
     short = masters.shorten(model) if shortened and compression != "powersgd" else {}
     return Replicated(model, here, moment or Moment(device=here.device), arithmetic, compression, list(notes), short)
+
+
+def _settle_strides(model: nn.Module) -> None:
+    """Give tensors strides that follow from their shape: into others, such as an expanded buffer's, none can be sent.
+
+    Parameters in another memory format, such as channels last, keep it.
+    """
+    buffers = [buffer for buffer in model.buffers() if not buffer.is_contiguous()]
+    usual = [tensor for tensor in (*model.parameters(), *model.buffers()) if tensor.is_contiguous()]
+    for tensor in (*buffers, *usual):
+        if tensor.stride() != torch.empty(tensor.shape, device="meta").stride():
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
 
 
 class Cargo(nn.Module):
