@@ -1,9 +1,9 @@
 """Random numbers that belong to samples, for training loops that users write themselves.
 
-    before = compute_on(ids)          # the sharded loader says which samples the loop computes from now on
+    compute_in(loop, ids)             # the sharded loader says which samples the loop computes from now on
     F.dropout(x, 0.1)                 # drops by sample; so do nn.Dropout and nn.MultiheadAttention, which call it
     randn_like(x)                     # normal numbers by sample
-    compute_on(before)
+    leave(loop)
 
 Each call draws one 64-bit word from torch's default generator on the CPU, and hashes it with the id of each sample and
 the index of each element in its sample. After the same `torch.manual_seed` all ranks draw the same words, however many
@@ -14,29 +14,54 @@ different numbers. `torch.utils.checkpoint` puts the generator back before it re
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshrun.parallel.composed_dropout import compose_of_dropout
 from meshrun.parallel.dropout import SAMPLE, dropped, hashed, keeps, mixed
-from meshrun.parallel.functional import PLAIN
+from meshrun.parallel.functional import PLAIN, attention_weights, values_for_heads
 
-_before: dict[str, Callable[..., Tensor]] = dict(PLAIN)
+_before: dict[str, Callable[..., Tensor]] = {
+    **PLAIN,
+    "scaled_dot_product_attention": F.scaled_dot_product_attention,
+}
 """Functions that the ones of this module have replaced: torch's, or those of an Experiment (`key_functions`)."""
 _ids: Tensor | None = None
 """The ids of the samples in the batch that the loop computes; None outside of a loop over a sharded loader."""
+_loops: dict[object, tuple[Tensor, int | None]] = {}
+"""The loops over sharded loaders that have not ended, with their samples and dims of the batch; last the latest one."""
+_said_dim: int | None = None
+"""The dim of the batch, where the user says it."""
+_warned: set[str] = set()
 
 
-def compute_on(ids: Tensor | None) -> Tensor | None:
+def compute_in(loop: object, ids: Tensor, batch_dim: int | None = None) -> None:
+    """Draw for these samples of a loop until it, or another loop, goes on with others."""
+    _loops.pop(loop, None)
+    _loops[loop] = ids, batch_dim
+    compute_on(*_loops[loop])
+
+
+def leave(loop: object) -> None:
+    """Draw for the loop around the one that has ended; loops that are zipped may end in any order."""
+    _loops.pop(loop, None)
+    compute_on(*next(reversed(_loops.values()), (None, None)))
+
+
+def compute_on(ids: Tensor | None, batch_dim: int | None = None) -> Tensor | None:
     """Draw for these samples from now on, and return those before; None leaves all random numbers to torch."""
-    global _ids
+    global _ids, _said_dim
+    compose_of_dropout()
     for name, function in _FUNCTIONS.items():
         if getattr(F, name) is not function:
             _before[name] = getattr(F, name)
             setattr(F, name, function)
-    before, _ids = _ids, ids
+    before, _ids, _said_dim = _ids, ids, batch_dim
     return before
 
 
@@ -60,9 +85,16 @@ def _uniform(shape: torch.Size, device: torch.device) -> Tensor:
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    dim = _batch_dim(input) if training and 0 < p < 1 else None
-    if dim is None:
+    if not training or not 0 < p < 1:
         return _before["dropout"](input, p, training, inplace)
+    dim = _batch_dim(input)
+    if dim is None:
+        _warn_of_rank_dropout(input, "dropout")
+        return _before["dropout"](input, p, training, inplace)
+    return _dropped_at(dim, input, p)
+
+
+def _dropped_at(dim: int, input: Tensor, p: float) -> Tensor:
     shape = input.transpose(0, dim).shape
     kept = keeps(_words(input.device), *_rows_and_columns(shape, input.device), p)
     return dropped(input, kept.view(shape).transpose(0, dim), p)
@@ -73,7 +105,9 @@ def _channel_dropout(name: str, dims: int) -> Callable[..., Tensor]:
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         drops = training and 0 < p < 1 and input.dim() == dims
-        if not drops or _batch_dim(input) != 0:
+        if not drops or not _batch_is_first(input):
+            if drops:
+                _warn_of_rank_dropout(input, name)
             return _before[name](input, p, training, inplace)
         channels = input.shape[:2]
         kept = keeps(_words(input.device), *_rows_and_columns(channels, input.device), p)
@@ -82,11 +116,33 @@ def _channel_dropout(name: str, dims: int) -> Callable[..., Tensor]:
     return dropout
 
 
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention with dropout by sample, from its parts: no kernel draws by sample."""
+    if not 0 < dropout_p < 1 or not _batch_is_first(query):
+        if dropout_p > 0:
+            _warn_of_rank_dropout(query, "scaled_dot_product_attention")
+        return _before["scaled_dot_product_attention"](
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    weights = attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
+    return _dropped_at(0, weights, dropout_p) @ values_for_heads(value, query, enable_gqa)
+
+
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "dropout": _dropout,
     "dropout1d": _channel_dropout("dropout1d", 3),
     "dropout2d": _channel_dropout("dropout2d", 4),
     "dropout3d": _channel_dropout("dropout3d", 5),
+    "scaled_dot_product_attention": _attention,
 }
 
 
@@ -98,13 +154,51 @@ def _batch_dim(tensor: Tensor) -> int | None:
     if _ids is None or tensor.dim() == 0 or torch.compiler.is_compiling():
         return None
     samples, shape = len(_ids), tensor.shape
+    if _said_dim is not None:
+        fits = len(shape) > _said_dim and (shape[_said_dim] == samples or (_said_dim == 0 and _batch_is_first(tensor)))
+        return _said_dim if fits else 0 if shape[0] == samples else None
     if shape[0] == samples:
+        if samples > 1 and len(shape) > 2 and shape[1] == samples:
+            _warn(
+                f"random numbers by sample for a tensor of shape {tuple(shape)} and {samples} samples: dim 0 is taken "
+                f"for the batch, but dim 1 may be it; say which it is, so that losses are the same on any number of "
+                f"ranks: shard(loader, batch_dim=0), or batch_dim=1 for (time, batch, …)"
+            )
         return 0
     several = samples > 0 and shape[0] % samples == 0
     attention = several and len(shape) == 3 and shape[1] == shape[2]  # (batch * heads, queries, keys)
     if len(shape) > 1 and shape[1] == samples and not attention:
         return 1  # (time, batch, …)
     return 0 if several else None
+
+
+def _batch_is_first(tensor: Tensor) -> bool:
+    """Whether dim 0 can hold the samples, as many entries of each, where numbers are drawn by sample."""
+    if _ids is None or torch.compiler.is_compiling():
+        return False
+    samples = len(_ids)
+    return tensor.shape[0] % samples == 0 if samples else tensor.shape[0] == 0
+
+
+def _warn_of_rank_dropout(input: Tensor, name: str) -> None:
+    """Say that a dropout of several ranks is not drawn by sample."""
+    if torch.compiler.is_compiling() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    if _before[name] is not PLAIN.get(name, _before[name]):  # an Experiment's, which draws by sample itself
+        return
+    if _ids is None:
+        why = "it is not inside a loop over shard(loader); itertools.cycle() and list() hide which samples a batch has"
+    else:
+        why = f"no dim of its input, {tuple(input.shape)}, is the batch of {len(_ids)} samples"
+    _warn(f"F.{name} does not draw by sample here, so losses depend on the number of ranks: {why}")
+
+
+def _warn(sentence: str) -> None:
+    """Once for each sentence without its figures."""
+    kind = sentence.split(":")[0].split("(")[0]
+    if kind not in _warned:
+        _warned.add(kind)
+        warnings.warn(sentence, stacklevel=2)
 
 
 def _words(device: torch.device) -> Tensor:

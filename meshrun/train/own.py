@@ -14,7 +14,11 @@
 from __future__ import annotations
 
 import os
+import warnings
+import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,24 +26,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from meshrun.data.loader import Loader, Reading
 from meshrun.data.order import Order
 from meshrun.data.shuffle import FULL, NONE
 from meshrun.errors import UserError
 from meshrun.mesh import Here, start
+from meshrun.parallel.batchnorm import SYNCED, sync_batchnorms
 from meshrun.parallel.dp import apply
 from meshrun.state.weights import save_tensors, whole
-from meshrun.train.by_sample import compute_on
+from meshrun.train.by_sample import compute_in, leave
 from meshrun.world import detect
 
 
-def replicate(model: nn.Module, find_unused_parameters: bool = False) -> nn.Module:
+def replicate(model: nn.Module, find_unused_parameters: bool = False, sync_batchnorm: bool = False) -> nn.Module:
     """The model on this rank's device, with rank 0's weights, its gradients averaged over all ranks in backward.
 
     Attributes and methods of the model are found as before, and `.module` is the model itself, on any number of ranks.
-    `find_unused_parameters` is for models of which some parameters take no part in some losses.
+    `find_unused_parameters` is for models of which some parameters take no part in some losses. `sync_batchnorm` lets
+    BatchNorm take the statistics of the whole batch, as one process does. A model that is replicated already is
+    replicated anew, with the parameters that it trains now.
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"replicate() was given {type(model).__name__}; it needs a model, which is an nn.Module")
@@ -49,16 +56,73 @@ def replicate(model: nn.Module, find_unused_parameters: bool = False) -> nn.Modu
             f"replicate() copies the model to all ranks, but the layout is '{here.layout}'; use "
             f"dp={here.size} (--layout), or Trainer(experiment).steps(), which trains on every layout"
         )
-    model = apply(model.to(here.device), here).model
+    model = apply(unwrap(model).to(here.device), here).model
     if here.mesh is not None:
+        if sync_batchnorm:
+            sync_batchnorms(model, here.mesh["dp"].get_group())
+        elif here.rank == 0 and any(type(part) in SYNCED for part in model.modules()):
+            warnings.warn(
+                "BatchNorm takes the statistics of each rank's part of a batch, so losses depend on the number of "
+                "ranks; replicate(model, sync_batchnorm=True) takes those of the whole batch",
+                stacklevel=2,
+            )
         return Replica(model, gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
-    if not hasattr(model, "module"):
-        model.__dict__["module"] = model  # not as a part of itself, in which walks over its parts would never end
+    # Not as parts of itself, in which walks over its parts would never end.
+    for name, value in (("module", model), ("no_sync", nullcontext)):
+        if not hasattr(model, name):
+            model.__dict__[name] = value
     return model
 
 
 class Replica(DistributedDataParallel):
     """A model whose gradients are averaged, which else looks like the model that it was made of."""
+
+    def __init__(self, model: nn.Module, **options: Any) -> None:
+        super().__init__(model, **options)
+        trained = [each for each in model.parameters() if each.requires_grad]
+        refuse = partial(_refuse_gradient, weakref.ref(self))  # weakly: the model may be replicated anew
+        self._until_called = [each.register_post_accumulate_grad_hook(refuse) for each in trained]
+        self._trained = {name: each.requires_grad for name, each in model.named_parameters()}
+        self._complete = True
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if torch.is_grad_enabled():
+            self._refuse_other_parameters()
+            while self._until_called:
+                self._until_called.pop().remove()
+        try:
+            return super().forward(*inputs, **named)
+        except RuntimeError as error:
+            if "finished reduction in the prior iteration" not in str(error):
+                raise
+            missing = [
+                name for name, each in self.module.named_parameters() if each.requires_grad and each.grad is None
+            ]
+            raise UserError(
+                f"the last loss did not use all parameters of the model{_named(missing)}; if that is meant, use "
+                f"replicate(model, find_unused_parameters=True)"
+            ) from error
+
+    def _refuse_other_parameters(self) -> None:
+        """Gradients of what was not trained when the model was replicated are not averaged."""
+        now = {name: each.requires_grad for name, each in self.module.named_parameters()}
+        if now != self._trained:
+            changed = sorted(name for name, _ in now.items() ^ self._trained.items())
+            raise UserError(
+                f"parameters were added, frozen or unfrozen after replicate(){_named(list(dict.fromkeys(changed)))}; "
+                f"do so before it, or replicate anew: model = replicate(model)"
+            )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set attributes where the model finds them."""
+        if "_complete" not in self.__dict__ or name in self.__dict__:
+            super().__setattr__(name, value)
+        elif isinstance(value, nn.Module | nn.Parameter):
+            raise UserError(f"model.{name} was given after replicate(), which does not know of it; give it before")
+        elif hasattr(self.module, name):
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -74,20 +138,45 @@ class Replica(DistributedDataParallel):
         return self.module.load_state_dict(state_dict, *args, **options)
 
 
+def _refuse_gradient(of: weakref.ref[Replica], parameter: Tensor) -> None:
+    """Before the first call of a model: its gradients would stay those of this rank."""
+    replica = of()
+    if replica is not None and replica.require_backward_grad_sync:
+        name = next((name for name, each in replica.module.named_parameters() if each is parameter), "")
+        raise UserError(
+            f"a loss has gradients for {name!r} but does not come from model(…), so ranks would train apart; let "
+            f"forward() call the method that computes it"
+        )
+
+
+def _named(parameters: list[str]) -> str:
+    return f": {', '.join(parameters[:4])}{', …' * (len(parameters) > 4)}" if parameters else ""
+
+
 def unwrap(model: nn.Module) -> nn.Module:
     """The model that `replicate` was given, on any number of ranks; also the one inside torch's own wrapper."""
     return model.module if isinstance(model, DistributedDataParallel) else model
 
 
-def shard(loader: DataLoader[Any], seed: int = 0) -> Sharded:
-    """This rank's part of every batch that the loader would give: its batch size becomes the GLOBAL batch size."""
+def shard(loader: DataLoader[Any], seed: int = 0, batch_dim: int | None = None) -> Sharded:
+    """This rank's part of every batch that the loader would give: its batch size becomes the GLOBAL batch size.
+
+    `batch_dim` says which dim of what a dropout gets is the batch, 0 or 1, where the sizes do not tell.
+    """
     if not isinstance(loader, DataLoader):
         raise UserError(
             f"shard() was given {type(loader).__name__}; it needs a DataLoader, such as "
             f"shard(DataLoader(data, batch_size=64, shuffle=True))"
         )
+    if isinstance(loader.dataset, IterableDataset):
+        raise UserError(
+            "shard() needs a map-style dataset, with len(data) and data[i]: an IterableDataset gives every rank all "
+            "samples; let it yield those whose number modulo start().size is start().rank, and do not shard its loader"
+        )
     if loader.batch_size is None or not hasattr(loader.dataset, "__len__"):
         raise UserError("shard() needs a DataLoader with a batch_size over a map-style dataset")
+    if batch_dim not in (None, 0, 1):
+        raise UserError(f"batch_dim is {batch_dim!r}; it may be 0, or 1 for (time, batch, …)")
     if not _is_plain(loader.sampler, len(loader.dataset)):
         raise UserError(
             f"shard() cannot keep the order of a {type(loader.sampler).__name__}; "
@@ -98,7 +187,7 @@ def shard(loader: DataLoader[Any], seed: int = 0) -> Sharded:
         raise UserError(
             f"a batch of {loader.batch_size} samples cannot be cut for {here.replicas} ranks; make it larger"
         )
-    return Sharded(loader, here, seed)
+    return Sharded(loader, here, seed, batch_dim)
 
 
 def _is_plain(sampler: Any, length: int) -> bool:
@@ -115,8 +204,9 @@ class Sharded:
     in a loop over it draws by sample: see `by_sample`.
     """
 
-    def __init__(self, loader: DataLoader[Any], here: Here, seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], here: Here, seed: int, batch_dim: int | None = None) -> None:
         self.given, self.epoch = loader, 0
+        self._batch_dim = batch_dim
         assert loader.batch_size is not None
         shuffle = FULL if isinstance(loader.sampler, RandomSampler) else NONE
         order = Order(len(loader.dataset), loader.batch_size, seed, shuffle)  # type: ignore[arg-type]
@@ -125,6 +215,7 @@ class Sharded:
             prefetch=loader.prefetch_factor or 2,
             pin=loader.pin_memory and here.device.type != "cpu",
             collate=loader.collate_fn,
+            seed=seed,
         )
         self._loader = Loader(loader.dataset, order, here.replica, here.replicas, reading)  # type: ignore[arg-type]
 
@@ -140,13 +231,14 @@ class Sharded:
     def __iter__(self) -> Iterator[Any]:
         first = self.epoch * self._loader.order.steps_per_epoch
         self.epoch += 1
-        outside = compute_on(None)
+        loop = object()
         try:
             for data in self._loader.steps(first, first + len(self)):
-                compute_on(torch.tensor(data.pieces[0] if data.pieces else [], dtype=torch.int64))
+                ids = torch.tensor(data.pieces[0] if data.pieces else [], dtype=torch.int64)
+                compute_in(loop, ids, self._batch_dim)
                 yield data.batches[0] if data.batches else self._nothing(int(data.ids[0]))
         finally:
-            compute_on(outside)
+            leave(loop)
 
     def _nothing(self, sample: int) -> Any:
         """A batch of no samples, for a rank that has none at an epoch's end but must take part in backward."""

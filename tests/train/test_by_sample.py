@@ -35,6 +35,16 @@ def drawn(part: slice, draw: Callable[[int], Tensor]) -> Tensor:
 
 ATTENTION = nn.MultiheadAttention(8, 2, dropout=0.5, batch_first=True)
 
+VALUES = torch.arange(24.0).view(1, 3, 8)
+LSTM = nn.LSTM(3, 4, num_layers=2, dropout=0.5, bidirectional=True)
+GRU = nn.GRU(3, 4, num_layers=3, dropout=0.5, batch_first=True)
+
+
+def attend(samples: int) -> Tensor:
+    query = VALUES.view(1, 1, 3, 8).expand(samples, 2, 3, 8)
+    return F.scaled_dot_product_attention(query, query, query, dropout_p=0.5, is_causal=True)
+
+
 DRAWS: dict[str, tuple[int, Callable[[int], Tensor]]] = {
     "nn.Dropout": (0, lambda n: nn.Dropout(0.5)(torch.ones(n, 7, 3))),
     "F.dropout of vectors": (0, lambda n: F.dropout(torch.ones(n, 40), 0.3)),
@@ -42,10 +52,19 @@ DRAWS: dict[str, tuple[int, Callable[[int], Tensor]]] = {
     "attention weights": (0, lambda n: F.dropout(torch.ones(n * 2, 3, 3), 0.5)),
     "attention weights as square as the batch": (0, lambda n: F.dropout(torch.ones(n * 2, 2, 2), 0.5)),
     "nn.MultiheadAttention": (0, lambda n: ATTENTION(*[torch.arange(24.0).view(1, 3, 8).expand(n, 3, 8)] * 3)[0]),
+    "attention with dropout": (0, lambda n: attend(n)),
+    "attention without weights": (0, lambda n: ATTENTION(*[VALUES.expand(n, 3, 8)] * 3, need_weights=False)[0]),
+    "nn.LSTM": (1, lambda n: LSTM(torch.ones(5, n, 3))[0]),
+    "nn.GRU, batch first": (0, lambda n: GRU(torch.ones(n, 5, 3))[0]),
+    "nn.AlphaDropout": (0, lambda n: nn.AlphaDropout(0.5)(torch.ones(n, 7))),
+    "nn.FeatureAlphaDropout": (0, lambda n: nn.FeatureAlphaDropout(0.5)(torch.ones(n, 7, 2))),
     "nn.Dropout2d": (0, lambda n: nn.Dropout2d(0.5)(torch.ones(n, 9, 2, 2))),
     "randn_like": (0, lambda n: randn_like(torch.empty(n, 3, 2))),
     "randn_like, time first": (1, lambda n: randn_like(torch.empty(5, n))),
 }
+
+
+ZEROS = [name for name in DRAWS if name.startswith(("nn.Dropout", "F.", "time", "attention weights"))]
 
 
 @pytest.mark.parametrize("name", DRAWS)
@@ -56,7 +75,7 @@ def test_parts_of_a_batch_draw_what_the_whole_batch_draws(name: str):
         entries = whole.shape[dim] // 6
         expected = whole.movedim(dim, 0)[part.start * entries : part.stop * entries]
         torch.testing.assert_close(drawn(part, draw).movedim(dim, 0), expected, rtol=1e-5, atol=1e-6)
-    assert 0.2 < (whole == 0).float().mean() < 0.8 or "rand" in name or "Multi" in name
+    assert 0.2 < (whole == 0).float().mean() < 0.8 or name not in ZEROS
 
 
 def test_normal_numbers_by_sample_are_normal():
@@ -147,3 +166,36 @@ def test_the_smallest_uniform_number_makes_a_finite_normal_one(monkeypatch: pyte
         assert randn_like(torch.zeros(4, 3)).isfinite().all()
     finally:
         compute_on(before)
+
+
+@pytest.mark.usefixtures("alone")
+def test_zipped_loops_leave_nothing_behind_whichever_ends_first():
+    for lengths in ((4, 8), (8, 4)):
+        loaders = [shard(DataLoader(torch.ones(length, 1), batch_size=2)) for length in lengths]
+        for _ in zip(*loaders, strict=False):
+            pass
+        assert compute_on(None) is None
+
+
+@pytest.mark.usefixtures("alone")
+def test_where_sizes_do_not_tell_the_batch_from_the_time_the_user_is_asked(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(by_sample, "_warned", set())
+    torch.manual_seed(0)
+    compute_on(IDS)
+    with pytest.warns(UserWarning, match=r"shape \(6, 6, 5\) and 6 samples: dim 0 .* shard\(loader, batch_dim=0\)"):
+        F.dropout(torch.ones(6, 6, 5), 0.5)
+    compute_on(IDS, batch_dim=1)
+    torch.manual_seed(0)
+    whole = F.dropout(torch.ones(6, 6, 5), 0.5)
+    compute_on(IDS[:3], batch_dim=1)
+    torch.manual_seed(0)
+    assert torch.equal(F.dropout(torch.ones(6, 3, 5), 0.5), whole[:, :3])
+
+
+@pytest.mark.ranks(2)
+def test_dropout_outside_of_a_loop_says_that_ranks_draw_as_torch_does():
+    start_on_cpu(2)
+    batches = list(shard(DataLoader(torch.ones(4, 3), batch_size=4)))
+    by_sample._warned.clear()
+    with pytest.warns(UserWarning, match=r"F\.dropout does not draw by sample here.* itertools\.cycle\(\)"):
+        F.dropout(batches[0], 0.5)

@@ -14,7 +14,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from meshrun import (
     Here,
@@ -440,6 +447,115 @@ def test_parameters_that_some_losses_do_not_use_are_found_where_asked():
     for half in (0, 1, 0):
         mean_over_ranks(model(torch.ones(2, 5), half).sum(), 2).backward()
     assert all(each.grad is not None for each in model.parameters())
+
+
+@pytest.mark.ranks(2)
+def test_parameters_that_a_loss_did_not_use_are_named_with_the_switch_that_allows_it():
+    start_on_cpu(2)
+    model = replicate(Branches())
+    mean_over_ranks(model(torch.ones(2, 5), 0).sum(), 2).backward()
+    with pytest.raises(UserError, match=r"did not use .*: halves\.1\.weight, halves\.1\.bias;.*find_unused"):
+        model(torch.ones(2, 5), 0)
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.scale = nn.Linear(5, 3), nn.Linear(3, 2), 1.0
+
+    def hidden(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.first(inputs)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.second(self.hidden(inputs)) * self.scale
+
+
+@pytest.mark.ranks(2)
+def test_an_attribute_is_set_where_the_model_finds_it_and_a_new_part_is_refused():
+    start_on_cpu(2)
+    model = replicate(Scaled())
+    before = model(torch.ones(2, 5))
+    model.scale = 2.0
+    torch.testing.assert_close(model(torch.ones(2, 5)), before * 2)
+    with pytest.raises(UserError, match=r"model\.second was given after replicate\(\)"):
+        model.second = nn.Linear(3, 4)
+
+
+@pytest.mark.ranks(2)
+def test_parameters_frozen_after_replicate_are_refused_until_it_is_replicated_anew():
+    here = start_on_cpu(2)
+    model = replicate(Scaled())
+    for parameter in model.first.parameters():
+        parameter.requires_grad = False
+    with pytest.raises(UserError, match=r"frozen or unfrozen after replicate\(\): first\.bias, first\.weight;"):
+        model(torch.ones(2, 5))
+    for frozen in (True, False):
+        model.first.requires_grad_(not frozen)
+        model = replicate(model)
+        assert not isinstance(unwrap(model), nn.parallel.DistributedDataParallel)
+        for _ in range(2):
+            mean_over_ranks(model(torch.full((2, 5), float(here.rank))).sum(), 2).backward()
+        assert (model.first.weight.grad is None) == frozen
+        gradients = here.gathered([each.grad.tolist() for each in model.parameters() if each.grad is not None])
+        assert gradients[0] == gradients[1]
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_from_a_method_of_the_model_is_refused():
+    start_on_cpu(2)
+    model = replicate(Scaled())
+    with pytest.raises(UserError, match=r"gradients for 'first\.\w+' but does not come from model"):
+        model.hidden(torch.ones(2, 5)).sum().backward()
+    model(torch.ones(2, 5)).sum().backward()
+
+
+@pytest.mark.ranks(2)
+def test_buffers_with_strides_of_their_own_are_replicated():
+    start_on_cpu(2)
+    model = Scaled()
+    model.register_buffer("positions", torch.arange(12.0).view(1, 4, 3).transpose(0, 1))
+    model.register_buffer("mask", torch.ones(5).expand(4, 5))
+    model = replicate(model)
+    for _ in range(2):  # buffers travel in the second forward pass as well
+        model(torch.ones(2, 5)).sum().backward()
+    assert model.positions.tolist() == torch.arange(12.0).view(4, 1, 3).tolist()
+    assert model.mask.shape == (4, 5)
+
+
+@pytest.mark.ranks(2)
+def test_batch_norms_take_the_statistics_of_the_whole_batch_where_asked():
+    here = start_on_cpu(2)
+    rows = torch.arange(24.0).view(6, 4).sin()
+    mine = rows[:4] if here.rank == 0 else rows[4:]
+    with pytest.warns(UserWarning, match="sync_batchnorm=True") if here.rank == 0 else contextlib.nullcontext():
+        replicate(nn.Sequential(nn.BatchNorm1d(4)))
+    model = replicate(nn.Sequential(nn.BatchNorm1d(4)), sync_batchnorm=True)
+    expected = nn.BatchNorm1d(4)(rows)
+    torch.testing.assert_close(model(mine), expected[:4] if here.rank == 0 else expected[4:])
+
+
+@pytest.mark.usefixtures("alone")
+def test_in_one_process_no_sync_is_there_too():
+    model = replicate(small_net())
+    with model.no_sync():
+        model(torch.ones(2, 5)).sum().backward()
+    assert all(each.grad is not None for each in model.parameters())
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Any:
+        return iter(range(8))
+
+    def __len__(self) -> int:
+        return 8
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_iterable_dataset_is_refused_with_what_to_do_instead():
+    with pytest.raises(UserError, match=r"IterableDataset gives every rank all samples; .* start\(\)\.rank"):
+        shard(DataLoader(Endless(), batch_size=2))
+    with pytest.raises(UserError, match="batch_dim is 2; it may be 0, or 1"):
+        shard(DataLoader(points(8), batch_size=2), batch_dim=2)
 
 
 # A long switch interval keeps threads that outlive the loop waiting for the interpreter until the process ends.
