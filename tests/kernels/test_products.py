@@ -97,7 +97,9 @@ def test_what_lies_otherwise_in_memory_is_left_to_torch():
     found = products.form_of(product(left, right, plus), False)
     assert found == Form(64, 32, 48, torch.bfloat16, torch.bfloat16, right_by_columns=True, plus=True)
     assert products.form_of(product(halves(64, 64)[:, :32], right), False) is None
+    assert products.form_of(product(left, halves(48, 64)[:, :32].t()), False) is None
     assert products.form_of(product(left, right, plus[:1]), False) is None
+    assert products.form_of(product(left, right, halves(64, 48, by_columns=True)), False) is None
     assert products.form_of(product(left, right, plus.float()), False) is None
 
 

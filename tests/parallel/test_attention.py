@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from meshrun import RunFailed, UserError
+from meshrun.parallel import attention as attention_module
 from meshrun.parallel.attention import FUSED, KeyedAttention, key_attentions, split_heads
 from meshrun.parallel.dropout import key_dropouts
 from meshrun.parallel.moment import Moment
@@ -121,6 +123,23 @@ def test_self_attention_with_a_causal_hint():
     assert none is None and torch.allclose(output, without, atol=TOLERANCE)
     with pytest.raises(RuntimeError, match="attn_mask"):
         module(x, x, x, is_causal=True)
+
+
+def test_in_evaluation_of_split_heads_padding_is_hidden_beside_a_causal_mask(monkeypatch: pytest.MonkeyPatch):
+    """All heads are on one rank here, so that sums over ranks are what is there."""
+    monkeypatch.setattr(attention_module, "_sum", lambda x, _: x)
+    module = keyed(attention(dropout=0.3, batch_first=True)).eval()
+    plain = attention(batch_first=True).eval()
+    module.heads = SimpleNamespace(get_local_rank=lambda: 0)
+    x, padding = torch.randn(B, L, E), torch.zeros(B, L, dtype=torch.bool)
+    padding[1, 1:3] = True
+    causal = nn.Transformer.generate_square_subsequent_mask(L)
+    hidden = torch.zeros(B, L).masked_fill(padding, -torch.inf)
+    options = {"attn_mask": causal, "need_weights": False, "is_causal": True}
+    for given in (None, hidden):
+        found, _ = module(x, x, x, key_padding_mask=given, **options)
+        wanted, _ = plain(x, x, x, key_padding_mask=given, **options)
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
 def test_halves_of_a_batch_drop_what_the_whole_batch_drops():

@@ -83,6 +83,16 @@ def test_ranks_draw_numbers_of_their_own_while_they_train():
 
 
 @pytest.mark.ranks(2)
+def test_ranks_that_compute_the_same_samples_draw_the_same_numbers():
+    """What a model draws by itself is part of the forward pass, which tp's ranks compute together."""
+    mesh.use(mesh.Meeting(device="cpu", layout="tp=2"))
+    here = mesh.start()
+    built(lambda: nn.Linear(3, 2), here)
+    first, second = here.gathered(torch.rand(4).tolist())
+    assert first == second
+
+
+@pytest.mark.ranks(2)
 def test_the_same_run_draws_the_same_numbers_again():
     here = start_on_cpu(2)
     built(lambda: nn.Linear(3, 2), here, seed=3)
@@ -245,3 +255,29 @@ def test_on_a_gpu_the_weights_are_those_of_the_host():
     plain = nn.Sequential(nn.Linear(6000, 6000), nn.Linear(6000, 2))
     for (name, found), wanted in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert found.is_cuda and torch.equal(found.cpu(), wanted), name
+
+
+def test_what_is_one_parameter_under_two_names_gets_memory_once():
+    with torch.device("meta"):
+        part = nn.ModuleDict(
+            {"embed": nn.Embedding(4, 3), "head": nn.Linear(3, 4, bias=False), "other": nn.Linear(3, 4)}
+        )
+    part["head"].weight = part["embed"].weight
+    values.allocate({0: part}, torch.device("cpu"))
+    assert part["head"].weight is part["embed"].weight and part["other"].weight is not part["embed"].weight
+    assert not any(each.is_meta for each in part.parameters())
+
+
+@pytest.mark.parametrize(("kind", "refused"), [(torch.complex128, True), (torch.complex64, False)])
+def test_a_model_that_no_checkpoint_can_hold_is_refused_before_it_trains(kind: torch.dtype, refused: bool):
+    model = nn.Module()
+    model.register_buffer("phase", torch.zeros(1, dtype=kind))
+    if refused:
+        with pytest.raises(
+            UserError, match="'phase' of the model is of type complex128, which checkpoints cannot hold"
+        ):
+            values.refuse_other(model)
+    else:
+        values.refuse_other(model)
+    model.register_buffer("phase", torch.zeros(1, dtype=kind), persistent=False)
+    values.refuse_other(model)

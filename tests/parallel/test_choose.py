@@ -81,6 +81,7 @@ class Played:
         self.model = nn.Linear(1, 1)
         self.twice = Recomputing("auto")
         self.has_buffers = buffers
+        self.records = False
         self.each = 10
         """What a segment keeps."""
 
@@ -114,7 +115,7 @@ class Played:
         self.held = self.held_before
 
     def is_recording(self) -> bool:
-        return False
+        return self.records
 
     def step(self, step: int, *_: Any) -> str:
         self.held_before = self.held
@@ -250,6 +251,16 @@ def test_where_a_step_cannot_be_repeated_a_sentence_says_what_would_help(about: 
         run(step, 2)
 
 
+def test_a_recording_that_does_not_fit_changes_nothing():
+    played = Played(130)
+    step = choosing(played)
+    run(step, 0), run(step, 1)
+    played.segments, played.records = 16, True
+    with pytest.raises(torch.OutOfMemoryError):
+        run(step, 2)
+    assert played.twice.level == "none" and played.steps == ["full", "none", "none"]
+
+
 def test_what_fits_at_no_level_is_refused_in_a_sentence():
     with pytest.raises(RunFailed, match=r"--states 8bit or --update-in-backward"):
         run(choosing(Played(19)), 0)
@@ -296,6 +307,17 @@ def test_kernels_are_timed_where_compiled_code_keeps_a_rank_busy_for_long(
     here = SimpleNamespace(layout=parse(f"dp={ranks}"), device=torch.device("cpu"), size=ranks)
     decide.ways(experiment, here, How(compile=wanted), model)
     assert found == told
+
+
+@pytest.mark.parametrize(("ranks", "whole"), [(1, True), (2, False)])
+def test_a_convolutional_network_is_compiled_at_once_where_no_gradients_have_to_travel(ranks: int, whole: bool):
+    """What the user asks for is compiled, however little work it is."""
+    model = nn.Conv2d(1, 1, 1)
+    experiment = Experiment(lambda: model, [0], cross_entropy, torch.optim.SGD, batch=1, steps=1)
+    here: Any = SimpleNamespace(layout=parse(f"dp={ranks}"), device=CPU, size=ranks)
+    found = decide.ways(experiment, here, How(compile=True), model)
+    assert (found.compile.compile, found.whole) == (True, whole)
+    assert not decide.ways(experiment, here, How(compile=False), model).whole
 
 
 def test_running_statistics_do_not_count_twice_what_is_computed_twice():

@@ -193,7 +193,17 @@ def python_random() -> nn.Module:
     return nn.Sequential(nn.Linear(random.randint(2, 9), int(np.random.randint(2, 9))), nn.Dropout(random.random()))
 
 
+class TruncatedInPart(nn.Module):
+    """Draws until values please it, into a part of what was written before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((8, 16), 3.0))
+        nn.init.trunc_normal_(self.weight[2:5])
+
+
 BUILDS: list[Build] = [
+    TruncatedInPart,
     mlp,
     cnn,
     tied,
@@ -536,3 +546,26 @@ def test_recording_a_big_model_takes_no_memory() -> None:
     assert plan.reason is None
     assert sum(each.numel() for each in plan.model.parameters()) > 15e9
     assert live.peak < 10e6
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "nbytes", "dtype", "plain"),
+    [
+        ((32,), (1,), 128, torch.float32, True),
+        ((16,), (1,), 64, torch.float32, True),
+        ((15,), (1,), 60, torch.float32, False),
+        ((32,), (1,), 256, torch.float32, False),
+        ((4, 8), (1, 4), 128, torch.float32, False),
+        ((32,), (1,), 64, torch.bfloat16, False),
+    ],
+    ids=["whole", "a group", "less than a group", "a part", "turned", "halves"],
+)
+def test_threads_draw_only_what_fills_a_whole_tensor_in_order(
+    size: tuple[int, ...], stride: tuple[int, ...], nbytes: int, dtype: torch.dtype, plain: bool
+) -> None:
+    ref = construct._Ref(0, dtype, size, stride, 0, nbytes)
+    written = frozenset([0])
+    step = construct._Step(
+        torch.ops.aten.normal_.default, (ref,), {}, torch.float32, (), frozenset(), written, written, True
+    )
+    assert construct._is_plain(step) is plain

@@ -239,6 +239,16 @@ def test_other_attention_is_refused_by_what_it_asks_for(met: str):
     )
 
 
+@pytest.mark.parametrize(
+    ("samples", "heads", "met"),
+    [(1, 1, "fewer key heads without enable_gqa"), (3, 2, "queries and keys of different batches")],
+)
+def test_keys_of_another_shape_are_refused(samples: int, heads: int, met: str):
+    query, key = torch.zeros(1, 2, 4, 8), torch.zeros(samples, heads, 4, 8)
+    with pytest.raises(UserError, match=met), attention(dist.GroupMember.NON_GROUP_MEMBER):  # type: ignore[arg-type]
+        functional.scaled_dot_product_attention(query, key, key, is_causal=True)
+
+
 @pytest.mark.parametrize("weights", [False, True])
 def test_torch_s_multihead_attention_is_refused(weights: bool):
     """Its inner attention is out of sight, and would see the tokens of one rank only."""

@@ -88,6 +88,13 @@ def test_two_calls_and_two_modules_drop_otherwise():
     assert not torch.equal(pair[0](ONES), pair[1](ONES))
 
 
+def test_a_dropout_in_place_changes_what_it_was_given():
+    x = ONES.clone()
+    found = keyed(lambda each: F.dropout(each, 0.4, inplace=True))(x)
+    assert found is x and torch.equal(x, keyed(lambda each: F.dropout(each, 0.4))(ONES))
+    assert (x == 0).any()
+
+
 @pytest.mark.parametrize("mask", ["none", "causal", "boolean", "added", "a query that may look nowhere"])
 @pytest.mark.parametrize("grouped", [False, True])
 def test_attention_with_dropout_is_torchs_where_nothing_is_dropped(mask: str, grouped: bool):

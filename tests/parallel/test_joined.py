@@ -81,11 +81,32 @@ def test_biases_are_joined_too(drawn: Callable[..., Tensor]):
     [
         ("they read different things", lambda x, a, b: F.linear(x, a) + F.linear(x.sin(), b)),
         ("one is made in between", lambda x, a, b: F.linear(x, a) + F.linear(x, b * 2)),
-        ("only one has a bias", lambda x, a, b: F.linear(x, a, a[:, 0]) + F.linear(x, b)),
     ],
 )
 def test_other_layers_stay_as_they_are(why: str, forward: Callable[..., Tensor], drawn: Callable[..., Tensor]):
     assert joined_in(forward, [drawn(5, 6), drawn(4, 6), drawn(4, 6)], []) == 0, why
+
+
+def test_a_layer_with_a_bias_and_one_without_stay_apart(drawn: Callable[..., Tensor]):
+    def forward(x: Tensor, a: Tensor, b: Tensor, bias: Tensor) -> Tensor:
+        return F.linear(x, a, bias) + F.linear(x, b)
+
+    assert joined_in(forward, [drawn(5, 6), drawn(4, 6), drawn(4, 6), drawn(4)], []) == 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("halved", [False, True], ids=["one is cast", "one has weights of another type"])
+def test_layers_that_compute_in_other_types_stay_apart(halved: bool, drawn: Callable[..., Tensor]):
+    def forward(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            first = F.linear(x, a)
+            if halved:
+                return first.float() + F.linear(x, b)
+        return first.float() + F.linear(x, b)
+
+    inputs = [drawn(5, 6), drawn(4, 6), drawn(4, 6).bfloat16() if halved else drawn(4, 6)]
+    compiled, count = with_joined(forward)
+    assert torch.equal(compiled(*inputs), forward(*inputs)) and count == [0]
 
 
 @torch.no_grad()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +12,13 @@ from torch import Tensor, nn
 
 from meshrun import Experiment, UserError, mesh
 from meshrun.layout import parse
+from meshrun.parallel import demands as demands_module
 from meshrun.parallel import tp, tp_hidden
 from meshrun.parallel.build import build
 from meshrun.parallel.demands import demands_of
+from meshrun.parallel.dropout import key_dropouts
 from meshrun.parallel.how import How
+from meshrun.parallel.moment import Moment
 from meshrun.recipes.llama import PLAN
 from tests.programs import encoder, gpt2, hf_llama, small_llama
 
@@ -94,6 +99,37 @@ def test_other_sizes_that_the_ranks_do_not_divide_are_refused():
     model = nn.ModuleDict({"words": nn.Embedding(9, 4)})
     with pytest.raises(UserError, match="'words' has 9 entries, which tp=2 does not divide"):
         tp.check(model, tp.plan_for(model, {"words": "embedding"}), 2)
+
+
+def test_the_largest_tp_that_divides_is_advised():
+    with pytest.raises(UserError, match=r"12 heads, which tp=8 does not divide; tp=6 would do \(--layout\)"):
+        tp._divides(12, 8, "12 heads")
+    with pytest.raises(UserError, match="7 heads, which tp=4 does not divide; use another axis"):
+        tp._divides(7, 4, "7 heads")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "layout", "fits"), [(8, "tp=2,cp=2", True), (6, "tp=2", True), (6, "tp=2,cp=2", False)]
+)
+def test_sequences_that_tp_and_cp_together_cannot_cut_are_refused(
+    tokens: int, layout: str, fits: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(demands_module.cp, "tokens_of", lambda _: torch.zeros(2, tokens))
+    demands = demands_of(small_llama.experiment())
+    if fits:
+        demands._check_sequence(parse(layout))
+    else:
+        with pytest.raises(UserError, match="6 tokens, which tp=2 and cp=2 cannot cut into 4 equal parts"):
+            demands._check_sequence(parse(layout))
+
+
+def test_dropouts_know_whether_they_have_a_part_of_the_sequence_or_of_the_features():
+    model = nn.ModuleDict({"tokens": nn.Dropout(0.1), "between": nn.Dropout(0.1), "whole": nn.Dropout(0.1)})
+    key_dropouts(model, Moment(0))
+    mesh_of_two: Any = SimpleNamespace(size=lambda: 2)
+    tp.apply(model, tp.Plan({"tokens": "sequence", "between": "features"}, "tensor_plan"), mesh_of_two, 1, False)
+    parts = {name: (each.part_of_sequence, each.part_of_features) for name, each in model.items()}
+    assert parts == {"tokens": ((1, 2), None), "between": (None, (1, 2)), "whole": (None, None)}
 
 
 def test_a_layout_that_a_plan_forbids_is_refused_with_others_that_work():
@@ -210,6 +246,7 @@ def test_messages_go_beside_products_where_compiled_code_on_one_node_keeps_parts
     assert hidden(backend="gloo") == "the backend is gloo, not nccl"
     assert hidden(compiled=False) == "segments are not compiled (--compile)"
     assert hidden("tp=8") == "tp=8 goes across nodes of 4 ranks"
+    assert hidden("tp=3") == "tp=3 goes across nodes of 4 ranks", "the second group has ranks of two nodes"
     whole = {"blocks.*.ffn.up": "colwise", "blocks.*.ffn.down": "rowwise"}
     assert hidden(plan=whole) == "the plan keeps no part of the sequence to a rank"
 
