@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from meshrun import config as config_module
-from meshrun.config import RunConfig, RunDirectory, made_private, option_fields, read_file, write_json
+from meshrun.config import RunConfig, RunDirectory, made_private, option_fields, read_file, seconds_in, write_json
 from meshrun.errors import SharedError, UserError
 
 FULL = RunConfig(
@@ -430,3 +430,38 @@ def test_a_run_that_was_stopped_names_the_newest_of_its_checkpoints_and_how_to_c
     for name in ("step-99999999", "step-100000000", "step-100000000.1", ".partial-step-200000000"):
         (run.checkpoints / name).mkdir(parents=True)
     assert run.what_is_left() == f"state saved at step 100,000,000; continue with: meshrun resume {run.path}"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90s", 90.0),
+        ("10min", 600.0),
+        ("1.5 h", 5400.0),
+        (" 2H ", 7200.0),
+        ("0s", None),
+        ("5", None),
+        ("5 weeks", None),
+    ],
+)
+def test_a_time_is_read_with_its_unit(text: str, seconds: float | None):
+    assert seconds_in(text) == seconds
+
+
+def test_a_run_directory_that_cannot_be_filled_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(RunDirectory, "save_config", full)
+    with pytest.raises(UserError, match="No space left on device"):
+        RunDirectory.create(RunConfig(target="digits", runs=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "who"), [(None, None), (b"", "user"), (b"slurm\n", "slurm"), (b"please", "user"), (b"\xff", "user")]
+)
+def test_who_asks_a_run_to_stop_is_read_from_the_file(tmp_path: Path, text: bytes | None, who: str | None):
+    if text is not None:
+        (tmp_path / "stop").write_bytes(text)
+    assert RunDirectory(tmp_path).asked_to_stop_by() == who

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from meshrun.launch.head import BLIND, COMPLETE, LAST_CALL, LATE, Head, Member, Outcome, Wanted
-from meshrun.launch.job import Seat, Verdict
+from meshrun.launch.job import Failure, Seat, Verdict
 from meshrun.launch.ranks import Ended, Gone, Stop
 
 
@@ -408,3 +408,35 @@ def test_a_node_whose_ranks_of_an_earlier_start_are_gone_still_has_those_of_this
     assert run.head.outcome is None, "the word is late: ranks of the second start are at work"
     run.gone("a", "b")
     assert run.head.outcome == Outcome()
+
+
+def test_a_node_that_leaves_after_its_ranks_have_ended_well_is_no_loss():
+    run = Run(nodes=2)
+    run.gone("b")
+    run.head.leave("b", run.now)
+    run.tick()
+    assert run.stops == [] and run.head.outcome is None
+    run.gone("a")
+    assert run.head.outcome == Outcome()
+
+
+def test_of_two_ranks_that_were_killed_the_first_is_named():
+    run = Run(ranks=3)
+    run.ended("a", 0, 75)
+    run.ended("a", 1, -9)
+    run.ended("a", 2, -11)
+    run.gone("a")
+    assert run.sentences == ["rank 1 on host-a was killed by SIGKILL; all ranks are started again"]
+
+
+def test_only_nodes_that_still_have_ranks_are_told_to_stop():
+    run = Run(nodes=2)
+    run.gone("a")
+    run.ended("b", 3, -9)
+    assert run.stops == [("b", Stop(dead=(3,)))]
+
+
+def test_a_lost_rank_beside_an_error_of_the_program_is_no_reason_to_start_again():
+    lost, failed = Failure(0, -9, 0.0), Failure(1, 1, 0.0)
+    assert Outcome((lost,)).is_cut_off and not Outcome((failed,)).is_cut_off
+    assert not Outcome((lost, failed)).is_cut_off and not Outcome((lost,), "it hangs").is_cut_off

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -183,3 +184,29 @@ def test_the_owner_keeps_touching_its_lock(run: RunDirectory, monkeypatch: pytes
     with lock(run):
         before = (run.path / ".lock").stat().st_mtime_ns
         wait_until(lambda: (run.path / ".lock").stat().st_mtime_ns > before, 30)
+
+
+def test_a_holder_that_gives_a_sign_of_life_while_its_lock_is_waited_for_is_respected(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    path, waits = held_by_another_host(run), list[float]()
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        later = path.stat().st_mtime + 1
+        os.utime(path, (later, later))
+
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(locks, "_flocked", lambda _file: False)
+    monkeypatch.setattr(locks, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=wait))
+    with pytest.raises(UserError, match="process 7 on elsewhere"):
+        locks._outlast(run, path, -1)
+    assert len(waits) == 1
+
+
+def test_the_launcher_of_another_user_on_this_host_is_not_taken_for_a_dead_one(monkeypatch: pytest.MonkeyPatch):
+    def refuse(_pid: int, _signal: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "kill", refuse)
+    assert not locks._has_died_here({"host": socket.gethostname(), "pid": 7})

@@ -15,8 +15,8 @@ import pytest
 from meshrun.config import RunDirectory
 from meshrun.errors import CutOff, RunFailed, UserError
 from meshrun.launch import local, post, secret
-from meshrun.launch.head import Head, Member, Wanted
-from meshrun.launch.job import silent
+from meshrun.launch.head import Head, Member, Outcome, Wanted
+from meshrun.launch.job import Job, silent
 from meshrun.launch.node import Stopped
 from meshrun.launch.nodes import Asked
 from meshrun.launch.post import Post
@@ -310,3 +310,45 @@ def test_a_first_node_that_is_away_for_a_moment_is_found_again(monkeypatch: pyte
 def test_nobody_is_called_once_the_run_is_over_or_its_first_node_is_known_to_be_gone(over: bool, orphan: bool):
     ends: Any = SimpleNamespace(reached=lambda: over)
     assert post._found_again(SimpleNamespace(), 60.0, Stopped(), ends, lambda: orphan) is None  # type: ignore[arg-type]
+
+
+def test_the_first_signal_is_the_reason_though_other_nodes_tell_of_another(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(local, "LOOK_EVERY", 0.01)
+    stopped, node = Stopped(), Ranks()
+    stopped.note(signal.SIGTERM)
+    head = Head(0, Wanted(), silent)
+    head.join(Member(local.ME, "host", 1), 0.0)
+    head.tick(0.0)
+    local._run(head, node, Others(), SimpleNamespace(port=1), stopped, silent, lambda: "")  # type: ignore[arg-type]
+    assert stopped.by == signal.SIGTERM
+
+
+def test_steps_that_other_nodes_have_finished_are_progress():
+    class Lost(Ranks):
+        def news(self) -> Iterator[Ended | Gone]:
+            yield from (Ended(0, -9, True), Gone(0))
+
+    head, others = Head(0, Wanted(), silent), Nobody()
+    others.progress = 7
+    head.join(Member(local.ME, "host", 1), 0.0)
+    head.tick(0.0)
+    local._run(head, Lost(), others, SimpleNamespace(port=1), Stopped(), silent, lambda: "")  # type: ignore[arg-type]
+    assert head.progress == 7
+
+
+@pytest.mark.parametrize(
+    ("outcome", "error"),
+    [
+        (Outcome(sentence="no node came", cut_off=True), CutOff),
+        (Outcome(sentence="it hangs"), RunFailed),
+        (Outcome(sentence="n2 cannot see runs/a-1", by_user=True), UserError),
+    ],
+)
+def test_a_run_that_was_cut_off_is_told_from_one_that_failed(
+    monkeypatch: pytest.MonkeyPatch, outcome: Outcome, error: type[Exception]
+):
+    monkeypatch.setattr(local, "_run", lambda *_: outcome)
+    nursery: Any = SimpleNamespace()
+    with pytest.raises(error) as ended:
+        local.launch(Job(["-c", ""], 1), nursery=nursery)
+    assert type(ended.value) is error and str(ended.value) == outcome.sentence

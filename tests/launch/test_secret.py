@@ -69,3 +69,10 @@ def test_each_role_has_a_key_and_a_proof_of_its_own():
 def test_a_number_of_nodes_that_cannot_be_is_refused(text: str):
     with pytest.raises(UserError, match=r"\(--nodes\)"):
         nodes_of(text)
+
+
+def test_a_secret_is_on_the_disk_before_anybody_is_told_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    assert synced == [] and len(secret.make(tmp_path)) == 64
+    assert synced == [64]

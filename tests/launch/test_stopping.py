@@ -182,3 +182,13 @@ def test_a_rank_that_dies_while_all_are_asked_to_stop_ends_the_time_that_the_oth
     ranks._lost(1, -signal.SIGSEGV)
     ranks._kill_the_late()
     assert ranks._alive[0].signalled == signal.SIGKILL
+
+
+def test_all_ranks_are_waited_for_while_one_of_them_writes(tmp_path: Path):
+    ranks = ranks_of(tmp_path)
+    ranks.stop(Stop())
+    ranks._alive = {rank: _Process(1, -1, signal.SIGTERM) for rank in (0, 1)}
+    (tmp_path / "words-1.busy").touch()
+    ranks._stopped_at = ranks._well_at = time.monotonic() - 5.0
+    ranks._kill_the_late()
+    assert [process.signalled for process in ranks._alive.values()] == [signal.SIGTERM] * 2

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -87,3 +89,39 @@ def test_signs_of_life_come_until_the_end(monkeypatch: pytest.MonkeyPatch):
     count = len(sent)
     time.sleep(0.05)
     assert len(sent) == count
+
+
+@pytest.mark.parametrize("code", [b"", b"0" * 64, b"\xff"])
+def test_a_line_with_an_empty_or_a_wrong_code_ends_the_connection(code: bytes):
+    ours, theirs = socket.socketpair()
+    wire = Wire(ours)
+    wire.seal(own=b"a" * 32, other=b"b" * 32)
+    theirs.sendall(code + b' {"order": "Stop"}\n')
+    assert list(wire.receive()) == [] and wire.closed
+    for end in (ours, theirs):
+        end.close()
+
+
+def test_lines_of_several_threads_are_sent_one_after_the_other():
+    class Slow:
+        """A connection that takes its time for a line."""
+
+        at_once = most = 0
+
+        def settimeout(self, _seconds: float) -> None:
+            pass
+
+        def sendall(self, _line: bytes) -> None:
+            self.at_once += 1
+            self.most = max(self.most, self.at_once)
+            time.sleep(0.01)
+            self.at_once -= 1
+
+    connection: Any = Slow()
+    wire = Wire(connection)
+    threads = [threading.Thread(target=wire.send, args=({"alive": number},)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert connection.most == 1

@@ -179,3 +179,11 @@ def test_a_relay_closes_the_connection_of_another_user_without_a_word():
         of_nobody(("127.0.0.1", relay.port)) as strange,
     ):
         assert strange.recv(1) == b""
+
+
+def test_an_end_that_its_process_has_closed_has_no_owner(listener: socket.socket, monkeypatch: pytest.MonkeyPatch):
+    with socket.create_connection(listener.getsockname()) as near, listener.accept()[0] as far:
+        ends = owners._written(*near.getsockname()), owners._written(*near.getpeername())
+        closed = owners._Socket(*ends, owners.ESTABLISHED, owner=0, inode=0)
+        monkeypatch.setattr(owners, "_sockets", lambda: iter([closed]))
+        assert owner_of_peer(far) is None

@@ -17,7 +17,7 @@ from meshrun.store.server import Server
 
 SECRET = b"s" * 32
 BEGIN = b"\0" + struct.pack("<I", MAGIC)
-SET, GET, ADD, WAIT, PING, PUSH, BARRIER = 1, 3, 4, 6, 13, 14, 18
+SET, GET, ADD, WAIT, APPEND, CANCEL, PING, PUSH, BARRIER = 1, 3, 4, 6, 9, 12, 13, 14, 18
 
 
 def text(content: bytes) -> bytes:
@@ -164,3 +164,31 @@ def test_a_client_behind_a_relay_may_wait_for_longer_than_a_handshake_may_take(m
         late.start()
         assert client.recv(1) == b"\0"
         late.join()
+
+
+def test_a_key_that_is_appended_to_is_there_for_those_who_wait_for_it():
+    keys = Keys()
+    waiting, appending = Client(keys), Client(keys)
+    waiting.say(wait_for(b"list"))
+    appending.say(command(APPEND, text(b"list"), text(b"entry")))
+    assert waiting.answers == [b"\0"]
+
+
+def test_an_entry_of_a_queue_does_not_wake_a_client_that_has_hung_up():
+    with Server() as server, on_loopback(server) as lives, on_loopback(server) as pushing:
+        with on_loopback(server) as gone:
+            gone.sendall(wait_for(b"queue") + command(PING, b"ping"))
+            assert received(gone, 4) == b"ping"
+        lives.sendall(wait_for(b"queue") + command(PING, b"ping"))
+        assert received(lives, 4) == b"ping"
+        pushing.sendall(command(PUSH, text(b"queue"), text(b"entry")))
+        assert lives.recv(1) == b"\0"
+
+
+def test_a_wait_that_was_cancelled_is_not_answered_later():
+    keys = Keys()
+    client = Client(keys)
+    client.say(wait_for(b"a"))
+    assert client.say(command(CANCEL)) == [b"\1"]
+    keys.set(b"a", b"1")
+    assert client.answers == [b"\1"]

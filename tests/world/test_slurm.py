@@ -7,7 +7,16 @@ from datetime import datetime
 
 import pytest
 
-from meshrun.world.slurm import element_id, end_of_job, gpus_on_node, in_job, job_id, restart_count, told_end_of_job
+from meshrun.world.slurm import (
+    _answer,
+    element_id,
+    end_of_job,
+    gpus_on_node,
+    in_job,
+    job_id,
+    restart_count,
+    told_end_of_job,
+)
 
 JOB = {"SLURM_JOB_ID": "17"}
 END = datetime(2026, 11, 15, 12, 30, 0)
@@ -90,3 +99,11 @@ def test_an_element_of_an_array_has_a_name_of_its_own():
     array = {**JOB, "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "3"}
     assert element_id(array) == "12_3" and element_id(JOB) == job_id(JOB) == "17"
     assert element_id({}) is None
+
+
+@pytest.mark.parametrize(
+    ("command", "answer"), [("echo 17", "17\n"), ("echo 17; exit 1", ""), ("printf '\\377'", "\ufffd")]
+)
+def test_what_a_command_prints_counts_only_if_it_succeeds(command: str, answer: str):
+    assert _answer(["sh", "-c", command], {}) == answer
+    assert _answer(["/no/such/command"], {}) == ""
