@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from meshrun.check.nan_safe import exceeds, largest
-from meshrun.check.probe import LARGEST, WEIGHTS
-from meshrun.check.verify import MARGIN, Allowed, Measured, allow, judge, weight_differences
+from meshrun.check.probe import LARGEST, WEIGHTS, Found
+from meshrun.check.verify import (
+    BLOWN,
+    GROSS,
+    MARGIN,
+    Allowed,
+    Measured,
+    allow,
+    judge,
+    measure,
+    weight_differences,
+)
 from meshrun.check.verify import _evals as evals
 
 LIMIT = 1e-5
@@ -110,3 +121,25 @@ def test_elements_driven_by_noise_are_left_out_and_those_without_gradients_are_n
     assert weight_differences(one, noisy) == {"w": 0.0}
     still = written(tmp_path / "still", {"w": torch.tensor([1.0, 1.0, 5.0])})
     assert weight_differences(one, still)["w"] > 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"parameters": [{"w": 2 * GROSS}, {"w": 0.0}, {"w": 0.0}]}, {"not_number": "the loss of step 2 is not a number"}],
+)
+def test_a_twin_whose_first_gradients_part_or_that_is_not_a_number_widens_nothing(change: dict[str, Any]):
+    allowed = allow(LIMIT, replace(SAME, losses=[0.0, 0.0, 3 * LIMIT], **change), 3)
+    assert allowed.depends_on_micro and allowed.losses == [LIMIT] * 3 and allowed.weight == LIMIT
+
+
+@pytest.mark.parametrize(("times", "blown"), [(0.5, False), (2.0, True)])
+def test_a_twin_that_ends_far_away_shows_nothing(times: float, blown: bool):
+    assert allow(LIMIT, replace(SAME, weights={"w": times * BLOWN * LIMIT}), 3).blown == blown
+
+
+def test_a_training_on_fewer_samples_is_another_one(tmp_path: Path):
+    folder = written(tmp_path / "one", {"w": torch.ones(3)})
+    alone = Found("dp=1", 1, 1, [2.0], [1.0], [{}], {}, 8, "ids", {}, [], [1], [], [])
+    assert measure(alone, alone, (folder, folder)).ids_equal
+    for other in (replace(alone, length=7), replace(alone, ids="others")):
+        assert not measure(alone, other, (folder, folder)).ids_equal

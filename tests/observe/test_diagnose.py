@@ -216,3 +216,17 @@ def test_a_node_that_sees_no_group_waits_for_the_others_until_the_end(tmp_path: 
     give_up = time.monotonic() + 0.15
     all_witnesses(tmp_path, 0, [waiting(0, groups=[])], give_up)
     assert time.monotonic() >= give_up
+
+
+def test_a_rank_in_a_wait_of_its_own_waits_for_others(tmp_path: Path):
+    assert place_of(waiting(0, frames=[user_file(tmp_path, "work.wait()")], groups=[])).kind == "others"
+
+
+def test_a_rank_that_waits_for_others_at_its_end_has_not_finished():
+    assert place_of(waiting(0, pulse=pulse(0, phase="done", what="the last checkpoint"))).kind == "others"
+    assert place_of(waiting(0, pulse=pulse(0, phase="done", what=""))).kind == "done"
+
+
+@pytest.mark.parametrize("state", ["T", "t"])
+def test_a_rank_that_a_signal_or_a_debugger_holds_is_stopped(state: str):
+    assert place_of(waiting(0, state=state)).kind == "stopped"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from meshrun.observe import events as events_module
 from meshrun.observe.events import EventFile, Follower, LineFile, read_events
 from meshrun.observe.legs import legs_of
 
@@ -144,3 +145,23 @@ def test_a_pipe_in_the_place_of_events_is_refused_instead_of_waited_for(tmp_path
     with pytest.raises(OSError, match="it is no plain file"):
         read_events(path)
     assert legs_of(path) == []
+
+
+@pytest.mark.parametrize(
+    "line", ['{"kind": "step"}', '{"kind": "step", "time": "noon"}', '{"time": 1.0}', '{"kind": 1, "time": 1.0}', "[1]"]
+)
+def test_a_line_without_a_kind_and_a_time_is_no_event(path: Path, line: str):
+    path.write_text(f'{line}\n{{"kind": "step", "time": 1}}\n')
+    assert read_events(path) == [{"kind": "step", "time": 1}]
+
+
+def test_of_too_many_events_that_wait_for_a_disk_the_rest_is_counted(path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(events_module, "MOST_WAITING", 2)
+    folder = path.parent / "away"
+    events = EventFile(folder / "deep" / path.name)
+    for step in range(5):
+        events.write("step", step=step)
+    folder.mkdir()
+    events.write("end")
+    told = [event.get("text") or event.get("step", event["kind"]) for event in read_events(folder / "deep" / path.name)]
+    assert told == [0, 1, "3 events before this one could not be written", "end"]

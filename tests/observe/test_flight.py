@@ -98,3 +98,9 @@ def test_an_answer_is_that_to_the_question_that_was_asked_last(tmp_path: Path):
     flight.write_own(tmp_path, 3, 7)
     assert flight.read(tmp_path, 3, 7) == []
     assert flight.read(tmp_path, 3, 8) is None and flight.read(tmp_path, 4, 7) is None
+
+
+def test_of_many_calls_the_last_ones_are_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(flight, "RECENT", 2)
+    (group,) = groups_of([entry(number) for number in (3, 1, 4, 2)], {}, now=0)
+    assert [call.number for call in group.calls] == [3, 4]

@@ -9,11 +9,14 @@ import socket
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from meshrun.config import RunConfig
+from meshrun.observe import watch as watch_module
+from meshrun.observe.hang import Witness
 from meshrun.observe.pulse import Pulse
 from meshrun.observe.testimony import all_witnesses
 from meshrun.observe.watch import Watcher, limit_of
@@ -143,3 +146,75 @@ def test_ranks_hang_when_all_that_are_not_done_are_silent_for_longer_than_they_m
 def test_on_a_full_disk_a_node_judges_by_what_it_has_seen_itself(tmp_path: Path):
     own: list[Any] = [object()]
     assert all_witnesses(tmp_path / "gone" / "folder", 0, own, give_up=0.0) == own
+
+
+def inquiry(*witnesses: Witness, **changes: Any) -> Any:
+    """What an inquiry has come to, in which no rank moved."""
+    marks = {witness.rank: witness.pulse.marks for witness in witnesses}
+    over = SimpleNamespace(is_alive=lambda: False)
+    found = {"thread": over, "witnesses": list(witnesses), "everywhere": list(witnesses), "marks": marks}
+    return SimpleNamespace(**{**found, "report": lambda sentence: f"{sentence}\n", **changes})
+
+
+GUILTY = Witness(pulse(0), "node7", state="T")
+
+
+def test_a_hang_is_told_with_the_guilty_rank_and_where_all_stacks_are(tmp_path: Path):
+    watch = Watcher(tmp_path, tmp_path, DEFAULT, "node7")
+    watch.started({0: 100}, 0)
+    finding = watch._result(inquiry(GUILTY))
+    assert finding is not None and finding.stacks is not None and finding.rank == 0
+    assert finding.stacks.read_text().startswith("rank 0 on node7 has been stopped")
+
+
+@pytest.mark.parametrize(
+    "seen",
+    [
+        inquiry(GUILTY, marks={0: 49}),
+        inquiry(GUILTY, replace(GUILTY, pulse=pulse(1), state="Z")),
+        inquiry(GUILTY, replace(GUILTY, pulse=pulse(1), state="")),
+        inquiry(),
+        inquiry(replace(GUILTY, state="S"), everywhere=[replace(GUILTY, pulse=pulse(5))]),
+    ],
+    ids=["it went on", "a rank died", "a rank is gone", "nobody was seen", "another node's rank is guilty"],
+)
+def test_no_hang_is_told_where_the_run_went_on_a_rank_died_or_another_node_tells_of_it(tmp_path: Path, seen: Any):
+    watch = Watcher(tmp_path, tmp_path, DEFAULT, "node7")
+    watch.started({0: 100, 1: 101}, 0)
+    assert watch._result(seen) is None
+
+
+def test_a_hang_is_looked_into_once_until_a_rank_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    begun: list[dict[int, int]] = []
+
+    class Begun:
+        def __init__(self, *words: Any) -> None:
+            begun.append(words[-1])
+
+        def begin(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(watch_module, "_Inquiry", Begun)
+    watch, stuck = Watcher(tmp_path, tmp_path, IN_THREE, "node7"), replace(pulse(0), pid=os.getpid(), silent=9.0)
+    watch.started({0: os.getpid()}, 0)
+    for marks in (50, 50, 51):
+        monkeypatch.setattr(watch, "_read", lambda marks=marks: [replace(stuck, marks=marks)])
+        watch._due = 0.0
+        assert watch.look() is None
+        if watch._inquiry is not None:
+            watch._inquiry, watch._reported = None, begun[-1]
+    assert begun == [{0: 50}, {0: 51}]
+
+
+@pytest.mark.parametrize(("late", "hangs"), [(0.0, True), (2.0, False)])
+def test_the_second_watcher_of_a_node_is_late(tmp_path: Path, late: float, hangs: bool):
+    watch = Watcher(tmp_path, tmp_path, IN_THREE, "node7", late=late)
+    watch.started({0: os.getpid()}, 0)
+    assert watch._hangs([replace(pulse(0), pid=os.getpid(), silent=4.0)], time.monotonic()) == hangs
+
+
+def test_a_rank_that_is_stopped_hangs_whatever_it_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(watch_module.stacks, "state_of", lambda _pid: "T")
+    watch, stopped = Watcher(tmp_path, tmp_path, IN_THREE, "node7"), replace(pulse(0), phase="saving", silent=1.0)
+    watch.started({0: 100}, 0)
+    assert [watch._hangs([stopped], now) for now in (10.0, 12.9, 13.1)] == [False, False, True]
