@@ -71,3 +71,13 @@ def test_pruning_spares_the_newest_and_the_best_alone(three: Path):
 def test_a_second_checkpoint_of_a_step_has_a_name_of_its_own(three: Path):
     assert catalog.free_name(three / "checkpoints", 9).name == "step-00000009.1"
     assert catalog.free_name(three / "checkpoints", 10).name == "step-00000010"
+
+
+def test_a_checkpoint_that_is_being_deleted_is_none_from_the_first_moment(three: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = three / "checkpoints"
+    monkeypatch.setattr(catalog.shutil, "rmtree", lambda *_, **__: None)  # it is cut off before the first file
+    catalog.discard(folder / "step-00000012")
+    assert catalog.newest(folder) == folder / "step-00000009"
+    monkeypatch.undo()
+    catalog.remove_partial(folder)
+    assert sorted(path.name for path in folder.iterdir()) == ["step-00000005", "step-00000009"]

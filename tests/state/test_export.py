@@ -332,3 +332,10 @@ def test_second_names_are_of_weights_that_are_there_and_hide_none(tmp_path: Path
     assert found.keys() == {"embed", "head", "tail"}
     assert torch.equal(found["head"], numbers(2, 3) + 1), "a weight of its own, though it was tied before"
     assert found["tail"].data_ptr() == found["embed"].data_ptr()
+
+
+def test_whole_numbers_of_a_buffer_are_exported_exactly(tmp_path: Path):
+    large = (1 << 60) + 1
+    tensors = {"model/w": numbers(1), **{f"buffer/seen@{replica}": torch.tensor(large) for replica in range(2)}}
+    to_safetensors(saved(tmp_path / "c", tensors), tmp_path / "m.safetensors")
+    assert load_file(tmp_path / "m.safetensors")["seen"].item() == large, "its mean would be rounded"

@@ -84,3 +84,11 @@ def test_a_link_in_place_of_an_image_is_not_followed(tmp_path: Path):
     staging.room(4).fill_(7)
     assert (tmp_path / "precious").read_bytes() == b"keep me"
     assert staging.path is None and "no spare copy" in staging.notes[0]
+
+
+def test_room_is_made_anew_only_for_a_larger_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    made, staging = list[int](), Staging(tmp_path / "rank-00000.safetensors")
+    mapped = staging._mapped
+    monkeypatch.setattr(staging, "_mapped", lambda size: made.append(size) or mapped(size))  # type: ignore[func-returns-value]
+    assert [staging.room(size).numel() for size in (4, 4, 3, 5, 5)] == [4, 4, 3, 5, 5]
+    assert made == [4, 5]

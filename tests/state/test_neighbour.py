@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from meshrun.state import neighbour as module
+from meshrun.state.manifest import MOST_BYTES
 from meshrun.state.memory import memory_files
 from meshrun.state.neighbour import Neighbour
 from tests.launch.command import wait_until
@@ -143,3 +144,34 @@ def test_a_silent_stranger_keeps_no_sender_waiting(pair: Pair):
     with socket.create_connection(pair.where, 5):
         began = time.monotonic()
         assert pair.send() == [] and time.monotonic() - began < module._MEETING
+
+
+def say(pair: Pair, name: str, content: bytes, length: int | None = None) -> bytes:
+    """What a rank of this run is answered that sends an image of four bytes under this name."""
+    named = replace(index(size=4), name=name).encode()
+    length = len(named) if length is None else length
+    with socket.create_connection(pair.where, 5) as connection:
+        proof = module._proof(b"word", module._read(connection, 32), length)
+        try:
+            connection.sendall(module._HEAD.pack(proof, length) + named + content)
+            connection.shutdown(socket.SHUT_WR)
+            return connection.recv(1)
+        except OSError:  # the other side was quicker to hang up
+            return b""
+
+
+def test_a_copy_takes_the_place_of_no_state_but_a_copy(pair: Pair):
+    assert say(pair, "rank-00001.safetensors", b"evil") == b"" and pair.kept == []
+    assert say(pair, "spare-00001.safetensors", b"good") == module._ARRIVED
+
+
+def test_a_copy_that_is_cut_off_is_not_kept(pair: Pair):
+    assert say(pair, "spare-00001.safetensors", b"cut") == b"" and pair.kept == []
+
+
+def test_an_index_that_is_too_long_is_not_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    heard: list[int] = []
+    monkeypatch.setattr(pair.keeper, "_keep", lambda _connection, length: heard.append(length))
+    assert say(pair, "spare-00001.safetensors", b"data", length=MOST_BYTES + 1) == b"" and heard == []
+    say(pair, "spare-00001.safetensors", b"data", length=MOST_BYTES)
+    wait_until(lambda: heard == [MOST_BYTES], 10)

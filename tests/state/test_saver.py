@@ -11,6 +11,8 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -491,3 +493,23 @@ def test_the_copy_for_a_rank_of_another_node_stays_when_a_snapshot_is_marked(tmp
         (tmp_path / "memory" / f"{name}.safetensors").write_bytes(b"x")
     kept.snapshot([Region.whole("w", BIAS)], 3, {})
     assert sorted(path.stem for path in (tmp_path / "memory").glob("spare-*.safetensors")) == ["spare-00001"]
+
+
+class Shelf(dict[str, bytes]):
+    """The part of a store that rank 0 hears the others through."""
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+    def delete_key(self, key: str) -> None:
+        del self[key]
+
+
+def test_words_of_a_save_that_were_heard_do_not_stay_in_the_store():
+    shelf, made = Shelf(), Saver.__new__(Saver)
+    made.here = SimpleNamespace(size=3, store=shelf)  # type: ignore[assignment]
+    made.token, made.timeout, made._begun = "t", 0.0, {3: 0}
+    index: Any = SimpleNamespace(step=3)
+    shelf[made._key(index, 1)] = b"rank 1 has no room"
+    assert made._heard(index) == ["rank 1 has no room", "rank 2 did not finish writing step 3 within 0 s"]
+    assert shelf == {}
