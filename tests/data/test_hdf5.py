@@ -405,3 +405,26 @@ def test_names_of_classes_that_are_not_utf8_are_shown_as_they_can_be(tmp_path: P
         file["images"], file["labels"] = np.zeros((2, 3)), np.arange(2)
         file.attrs["classes"] = np.array([b"\xff\xfe", b"cat"])
     assert Hdf5(tmp_path / "some.h5").classes == ["\\xff\\xfe", "cat"]
+
+
+@pytest.mark.parametrize("kind", ["contiguous", "chunked", "gzip"])
+def test_neighbouring_rows_are_read_across_chunks_wherever_these_lie(kind: str, tmp_path: Path):
+    with h5py.File(tmp_path / "some.h5", "w") as file:
+        made = file.create_dataset("images", IMAGES.shape, np.uint8, **KINDS[kind])
+        for first in range(96, -1, -8):  # the last chunk first
+            made[first : first + 8] = IMAGES[first : first + 8]
+        file["labels"] = LABELS
+    data = Hdf5(tmp_path / "some.h5")
+    for start, stop in ((0, COUNT), (3, 21), (7, 9), (8, 16), (100, 101)):
+        assert data._rows.span(start, stop) == IMAGES[start:stop].tobytes()
+
+
+def test_what_a_file_system_gives_in_parts_is_put_together_and_an_end_is_told(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    data, read = Hdf5(path, "contiguous"), os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, views, offset: read(file, [views[0][:50]], offset))
+    assert (data.batch_of([3, 4, 5, 90])[0].numpy() == IMAGES[[3, 4, 5, 90]]).all()
+    monkeypatch.setattr(os, "preadv", lambda *_: 0)
+    with pytest.raises(RunFailed, match="it ends before byte"):
+        data.batch_of([3])

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
+from meshrun.data import loader as loader_module
 from meshrun.data import readers as readers_module
 from meshrun.data.feed import to_device
 from meshrun.data.loader import Loader, Reading, StepData, evaluation_batches
@@ -365,3 +366,16 @@ def keep_readers_busy() -> None:
     next(steps)
     print("read", flush=True)
     signal.pause()
+
+
+def test_what_a_dataset_draws_goes_by_the_epoch_of_a_step():
+    loader = Loader(Squares(10), Order(10, 4), 0, 1, ALONE)
+    assert [loader.plan(step)[1][0].epoch for step in (0, 2, 3, 7)] == [0, 0, 1, 2]
+
+
+def test_an_evaluation_has_no_more_readers_than_batches(monkeypatch: pytest.MonkeyPatch):
+    asked: list[int] = []
+    monkeypatch.setattr(loader_module, "_read", lambda _data, _pieces, reading: asked.append(reading.workers))
+    for length in (3, 40):
+        evaluation_batches(Squares(length), 0, 1, 2, Reading(workers=4))
+    assert asked == [2, 4]

@@ -28,6 +28,7 @@ from meshrun import Table
 from meshrun.data import cache
 from meshrun.data.sources import lines, mapped, once, turned
 from meshrun.data.sources.saved import saved as files_saved_in
+from meshrun.data.sources.tables import files_of
 from meshrun.errors import BadSample, RunFailed, UserError
 
 Row = dict[str, Any]
@@ -216,6 +217,11 @@ def test_rows_that_a_saved_dataset_has_picked(tmp_path: Path):
     (folder / "state.json").write_text(json.dumps(state | {"_indices_files": [{"filename": "indices.arrow"}]}))
     table = Table(folder)
     assert [table[number]["number"] for number in range(len(table))] == [31, 2, 2, 17]
+    beyond = pa.table({"indices": pa.array([0, len(ROWS)], pa.uint64())})
+    with pa.OSFile(str(folder / "indices.arrow"), "wb") as sink, pa.ipc.new_stream(sink, beyond.schema) as writer:
+        writer.write_table(beyond)
+    with pytest.raises(UserError, match="picks rows beyond the"):
+        Table(folder)
 
 
 def test_blank_lines_and_a_mark_in_front_are_no_rows(tmp_path: Path):
@@ -712,3 +718,27 @@ def test_without_room_on_the_node_a_note_is_told_and_memory_is_used(
     assert len(notes) == 1 and "t.csv is kept in memory" in notes[0] and "No space left" in notes[0]
     assert Table(path)[39]["number"] == 39
     assert len(notes) == 1, "those who come after are not told again"
+
+
+def test_rows_are_numbered_from_either_end_and_not_beyond(tmp_path: Path):
+    table = Table(jsonl(ROWS, tmp_path))
+    assert table[-1] == table[len(table) - 1] and table[-len(table)] == table[0]
+    for number in (len(table), -len(table) - 1):
+        with pytest.raises(IndexError, match=f"sample {number} of {len(table)}"):
+            table[number]
+
+
+def test_a_reader_that_finds_other_rows_than_the_rank_ends_the_run(tmp_path: Path):
+    path = jsonl(ROWS, tmp_path)
+    sent = pickle.dumps(Table(path))
+    with path.open("ab") as file:
+        file.write(as_lines(ROWS[:1]))
+    with pytest.raises(RunFailed, match="another process finds other rows"):
+        pickle.loads(sent)
+
+
+def test_hidden_files_are_no_parts_of_a_table(tmp_path: Path):
+    for name in ("b.jsonl", "a.jsonl", "._a.jsonl", "_metadata.jsonl", ".c.jsonl"):
+        (tmp_path / name).write_bytes(as_lines(ROWS[:2]))
+    kind, files, _ = files_of(tmp_path)
+    assert kind == "lines" and [each.name for each in files] == ["a.jsonl", "b.jsonl"]

@@ -276,3 +276,24 @@ def test_whatever_a_function_does_with_a_batch_it_does_with_that_of_each_step(au
         for data in coming(loader, 0, 60, Way(), augment)
     ]
     assert all(map(torch.equal, found, augmented_one_by_one(loader, 0, 60, augment)))
+
+
+@pytest.mark.parametrize(
+    ("forms", "found"),
+    [("a" * 8, ("a", 8)), ("a" * 7 + "b" + "a" * 8, (None, 0)), ("aa-aaaaaa", ("a", 9)), ("a" * 7, (None, 0))],
+    ids=["alike", "the last one tried is another", "one that cannot come together", "too few"],
+)
+def test_steps_come_together_after_so_many_that_were_alike(
+    forms: str, found: tuple[str | None, int], monkeypatch: pytest.MonkeyPatch
+):
+    assert together.TRIED == 8
+    monkeypatch.setattr(
+        together, "_form_to_group", lambda _, data: None if forms[data.step] == "-" else forms[data.step]
+    )
+    loader: Any = None
+    steps = (StepData(step, torch.arange(1).numpy(), [], [], [], 0.0) for step in range(len(forms)))
+    trying = together._first(loader, steps)
+    with pytest.raises(StopIteration) as ended:
+        while True:
+            next(trying)
+    assert ended.value.value == found

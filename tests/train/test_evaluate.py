@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from meshrun import Loss, UserError, accuracy, cross_entropy, token_cross_entropy
-from meshrun.train.evaluate import wider
+from meshrun.data.loader import Reading
+from meshrun.train import evaluate as evaluate_module
+from meshrun.train.evaluate import at_once, wider
 from meshrun.train.loop import Trainer
 from tests.train.small import on_ranks, points, small, start_on_cpu
 
@@ -146,3 +152,27 @@ def test_evaluating_between_steps_does_not_change_the_training():
         losses.append(Trainer(experiment, here, eval_every=eval_every).train()["losses"])
     assert losses[0] == losses[1]
     dist.barrier()
+
+
+@pytest.mark.parametrize(
+    ("total", "count", "loss", "shown"), [(0.0, 0.0, math.nan, 0), (5.0, 2.5, 2.0, 2.5), (6.0, 2.0, 3.0, 2)]
+)
+def test_a_loss_over_nothing_is_none_and_weighed_counts_stay_whole(
+    total: float, count: float, loss: float, shown: float, monkeypatch: pytest.MonkeyPatch
+):
+    sums = torch.tensor([[total, count], [0, 0]], dtype=torch.float64)
+    monkeypatch.setattr(evaluate_module, "_own_sums", lambda *_: sums)
+    here: Any = SimpleNamespace(waiting=lambda _: nullcontext(), sum=lambda _: None)
+    placed: Any = None
+    found = evaluate_module._evaluate_one(
+        here, placed, small(4, 2), Reading(), "val", lambda: None, lambda *_: None, fitting=0
+    )
+    assert found == pytest.approx({"loss": loss, "count": shown}, nan_ok=True)
+
+
+def test_a_rank_computes_a_sample_at_a_time_at_least():
+    here: Any = SimpleNamespace(replicas=2)
+    placed: Any = SimpleNamespace(cutting=SimpleNamespace(pieces=8))
+    assert at_once(here, placed, small(20, 4)) == 1
+    assert at_once(here, placed, small(40, 40)) == 2
+    assert at_once(here, placed, small(20, 4, micro=3)) == 3

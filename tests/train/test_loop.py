@@ -20,7 +20,7 @@ from meshrun.data.order import Order
 from meshrun.experiment import Experiment
 from meshrun.state.weights import load_weights, save_weights
 from meshrun.train import writing
-from meshrun.train.loop import Trainer
+from meshrun.train.loop import Stopped, Trainer
 from meshrun.train.totals import Totals
 from meshrun.train.totals import Update as TotalsUpdate
 from meshrun.train.weight_files import WeightFiles
@@ -364,3 +364,49 @@ def test_the_first_step_counts_in_samples_and_not_in_the_speed():
     found = totals.result()
     assert (found["steps"], found["samples"], found["losses"]) == (3, 30, [0.5] * 3)
     assert found["samples_per_s"] == 20 / 4.0 and found["data_wait"] == 1.0 / 4.0
+
+
+class Asking:
+    """Asks a training to stop in the step with this number, and notes what it was told."""
+
+    def __init__(self, stop_in: int | None = None) -> None:
+        self.stop_in = stop_in
+        self.evaluates: list[bool] = []
+
+    def asked(self, evaluates: bool) -> float:
+        self.evaluates.append(evaluates)
+        return float(len(self.evaluates) == self.stop_in)
+
+    def stepped(self, seconds: float) -> None: ...
+
+    def evaluated(self, seconds: float) -> None: ...
+
+
+def test_who_keeps_time_knows_whether_an_evaluation_follows_the_step_that_is_computed(alone: Here):
+    trainer = Trainer(small(20, 6, steps=5, evals={"val": points(4)}), alone, eval_every=2)
+    trainer.ending = asking = Asking()
+    trainer.train()
+    assert asking.evaluates == [False, True, False, True, True], "and the last step is evaluated too"
+
+
+def test_who_is_asked_to_stop_does_not_evaluate_first(alone: Here):
+    told: list[str] = []
+    trainer = Trainer(
+        small(20, 6, steps=5, evals={"val": points(4)}), alone, eval_every=2, record=lambda kind, **_: told.append(kind)
+    )
+    trainer.ending = Asking(stop_in=2)
+    with pytest.raises(Stopped, match="stopped after step 2"):
+        trainer.train()
+    assert "eval" not in told
+
+
+def test_one_rank_that_is_asked_is_enough_and_stays_asked(alone: Here):
+    trainer = Trainer(small(20, 6, steps=5), alone)
+    about = {"samples": 6, "learning_rate": 0.1, "data_wait": 0.0, "pieces": [], "ready": None}
+    asked, after = (
+        TotalsUpdate(step=step, values=[6.0, 6.0, 1.0, 6.0, ranks], **about) for step, ranks in ((0, 1.0), (1, 0.0))
+    )
+    assert asked.asked and not after.asked
+    trainer._unsettled.extend([asked, after])
+    trainer.settle()
+    assert trainer._is_asked

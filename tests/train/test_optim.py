@@ -14,6 +14,8 @@ from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
 from meshrun import Here, Schedule, UserError
 from meshrun.errors import SharedError
+from meshrun.layout import parse
+from meshrun.parallel.how import How
 from meshrun.train.loop import Trainer
 from meshrun.train.optim import (
     clipped_now,
@@ -24,6 +26,7 @@ from meshrun.train.optim import (
     refuse_unless_by_element,
     set_learning_rate,
 )
+from meshrun.train.refusals import refuse_settings
 from meshrun.train.update import scale
 from tests.train.small import small
 
@@ -173,6 +176,16 @@ def test_optimizers_that_need_whole_matrices_are_refused_where_ranks_hold_parts(
     said = rf"the optimizer {kind.__name__} does not update each element by itself, but on layout 'fsdp=2'"
     with pytest.raises(SharedError, match=said):
         refuse_unless_by_element(lambda parameters: kind(parameters, lr=0.1), "fsdp=2")
+
+
+@pytest.mark.parametrize(("layout", "refused"), [("tp=2", True), ("fsdp=2", True), ("dp=2", False), ("pp=2", False)])
+def test_such_optimizers_are_refused_on_all_layouts_that_cut_matrices(layout: str, refused: bool):
+    experiment = small(4, 2, optimizer=lambda parameters: ByNorm(parameters, lr=0.1))
+    if refused:
+        with pytest.raises(SharedError, match=f"does not update each element by itself, but on layout '{layout}'"):
+            refuse_settings(experiment, parse(layout), How())
+    else:
+        refuse_settings(experiment, parse(layout), How())
 
 
 def settings(optimizer: Callable[..., Optimizer], parameters: list[nn.Parameter]) -> tuple[object, object]:

@@ -67,6 +67,19 @@ def test_mean_over_ranks_of_one_number_is_the_plain_mean():
     assert mean_over_ranks(rank() + 1).item() == 2
 
 
+@pytest.mark.usefixtures("alone")
+def test_the_mean_of_whole_numbers_is_formed_in_doubles():
+    many = (1 << 24) + 1
+    assert mean_over_ranks(torch.tensor(many)).item() == many
+    assert mean_over_ranks(torch.tensor(3), 2).dtype == torch.float64
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_part_that_is_called_module_is_still_found_in_one_process():
+    model = Wrapper()
+    assert replicate(model).module is model._modules["module"]
+
+
 @pytest.mark.ranks(3)
 @pytest.mark.parametrize("sizes", [(4, 4, 4), (6, 1, 2), (5, 3, 0)], ids=str)
 def test_gradients_through_replicate_are_those_of_one_process(sizes: tuple[int, int, int]):

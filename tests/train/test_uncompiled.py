@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from meshrun.train import uncompiled
+
 OPTIMIZERS = """
 import json, sys
 import torch
@@ -96,3 +98,15 @@ print([each for each in {SLOW} if each in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, timeout=120, text=True)
     assert done.stdout == "[]\n"
+
+
+def test_torchs_own_wrapper_is_called_once_the_compiler_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Kind:
+        def zero_grad(self) -> str:
+            return "wrapped"
+
+    monkeypatch.setattr(uncompiled, "COMPILER", "a compiler of tests")
+    uncompiled._replace(Kind, "zero_grad", lambda _: "plain")  # type: ignore[arg-type]
+    assert Kind().zero_grad() == "plain"
+    monkeypatch.setitem(sys.modules, "a compiler of tests", sys)
+    assert Kind().zero_grad() == "wrapped"
