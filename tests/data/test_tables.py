@@ -742,3 +742,97 @@ def test_hidden_files_are_no_parts_of_a_table(tmp_path: Path):
         (tmp_path / name).write_bytes(as_lines(ROWS[:2]))
     kind, files, _ = files_of(tmp_path)
     assert kind == "lines" and [each.name for each in files] == ["a.jsonl", "b.jsonl"]
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "jsonl.gz", "csv", "csv.gz", "parquet", "arrow"])
+@pytest.mark.parametrize("what", ["pipe", "link to itself", "link to a device"])
+def test_a_part_that_is_no_plain_file_is_named(tmp_path: Path, ending: str, what: str):
+    part = tmp_path / f"a.{ending}"
+    if what == "pipe":
+        os.mkfifo(part)
+    else:
+        part.symlink_to("/dev/zero" if what == "link to a device" else part.name)
+    with pytest.raises(UserError, match=rf"a\.{ending} is no plain file"):
+        Table(tmp_path)
+
+
+@pytest.mark.parametrize("column", [["x"], [1.5], [[1]], [1, None]])
+def test_a_saved_dataset_that_picks_rows_by_other_than_whole_numbers_is_refused(tmp_path: Path, column: list[Any]):
+    for name, rows in (("data.arrow", [{"a": 1}]), ("picked.arrow", [{"i": each} for each in column])):
+        stream(rows, tmp_path).rename(tmp_path / name)
+    files = {"_data_files": [{"filename": "data.arrow"}], "_indices_files": [{"filename": "picked.arrow"}]}
+    (tmp_path / "state.json").write_text(json.dumps(files))
+    with pytest.raises(UserError, match=r"picked\.arrow picks rows by \w+ and not by whole numbers"):
+        Table(tmp_path)
+
+
+def test_splits_that_are_no_list_are_refused(tmp_path: Path):
+    (tmp_path / "dataset_dict.json").write_text('{"splits": 1}')
+    with pytest.raises(UserError, match=r"'splits' in .*dataset_dict\.json is no list of names"):
+        Table(tmp_path)
+
+
+@pytest.mark.parametrize("values", [["aaaa", "bbbb", "cccc"], [[1, 2, 3, 4], [5, 6, 7, 8], [9, 10, 11, 12]]])
+@pytest.mark.parametrize("lie", [(0, 4, 99, 12), (0, -3, 8, 12), (0, 8, 4, 12), (0, 4, 8, 0)])
+def test_offsets_that_lie_in_a_plain_arrow_file_are_refused(tmp_path: Path, values: list[Any], lie: tuple[int, ...]):
+    path = stream([{"a": each} for each in values], tmp_path)
+    data = path.read_bytes()
+    true, false = (np.array(each, "<i4").tobytes() for each in ((0, 4, 8, 12), lie))
+    assert data.count(true) == 1
+    path.write_bytes(data.replace(true, false))
+    with pytest.raises(UserError, match="is damaged"):
+        Table(path)[0]
+    with pytest.raises(UserError, match="is damaged"):
+        Table(path, lengths="a").lengths([0])
+
+
+def test_a_dictionary_inside_of_lists_is_refused(tmp_path: Path):
+    table = pa.table({"a": pa.array([["x"]], pa.list_(pa.dictionary(pa.int8(), pa.string())))})
+    pa.parquet.write_table(table, tmp_path / "t.parquet")
+    with pytest.raises(UserError, match=r"column 'a' of .*t\.parquet is of type list<.*dictionary"):
+        Table(tmp_path / "t.parquet")
+
+
+def test_millions_of_blank_lines_are_passed_over_at_once():
+    data = np.frombuffer(b"\n" * (1 << 22) + b" \t\r\n" * 100_000 + b" " * 1000 + b"{}\n" + b" " * 1000, np.uint8)
+    begin = time.process_time()
+    assert lines.starts_of(data).tolist() == [(1 << 22) + 400_000, len(data)]
+    assert time.process_time() - begin < 5  # one by one they took half a minute
+
+
+@pytest.mark.parametrize("ending", ["jsonl.gz", "csv.gz"])
+def test_what_is_packed_very_tightly_is_unpacked_on_the_disk_of_the_node(
+    node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+):
+    monkeypatch.setattr(lines, "BIG_WHEN_PACKED", 1 << 16)
+    monkeypatch.setattr(turned, "SMALL", 1 << 16)
+    row = b'{"a":1}\n' if ending == "jsonl.gz" else b"1234567\n"
+    path = tmp_path / f"t.{ending}"
+    path.write_bytes(gzip.compress(b"a\n" * (ending == "csv.gz") + row * 50_000))
+    table = Table(path)
+    assert len(table) == 50_000
+    assert table[49_999] == {"a": 1 if ending == "jsonl.gz" else 1234567}
+    assert any(each.stat().st_size >= 400_000 for each in node.iterdir())
+
+
+@pytest.mark.parametrize("ending", ["jsonl.gz", "csv.gz"])
+def test_what_neither_the_node_nor_memory_can_hold_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+):
+    for module in (lines, turned):
+        monkeypatch.setattr(module, "once", lambda *_: None)
+        monkeypatch.setattr(module, "free_memory", lambda: 1 << 17)
+    monkeypatch.setattr(lines, "BIG_WHEN_PACKED", 1 << 16)
+    monkeypatch.setattr(turned, "SMALL", 1 << 16)
+    path = tmp_path / f"t.{ending}"
+    path.write_bytes(gzip.compress(b'{"a":1}\n' * 50_000 if ending == "jsonl.gz" else b"a\n" + b"1\n" * 50_000))
+    with pytest.raises(UserError, match=r"half of the free memory.*\(--cache\)"):
+        Table(path)
+
+
+def test_names_of_twenty_thousand_columns_are_read_in_time_and_not_all_listed(tmp_path: Path):
+    names = [f"c{number}" for number in range(20_000)]
+    (tmp_path / "t.csv").write_text(",".join(names) + "\n" + ",".join(["1"] * len(names)) + "\n")
+    with pytest.raises(UserError, match=r"has no column 'a'; it has 'c0', .* and 19,980 others$"):
+        Table(tmp_path / "t.csv", columns=["a"])
+    assert Table(tmp_path / "t.csv")[0]["c19999"] == 1

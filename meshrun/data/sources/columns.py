@@ -20,7 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from meshrun.data.sources.mapped import Mapped
-from meshrun.data.sources.source import Watched, bad_sample, refuse_missing
+from meshrun.data.sources.source import Watched, bad_sample, listed, refuse_missing, twice
 from meshrun.errors import UserError, is_of_machine, unreadable_here
 
 MAGIC = b"ARROW1"
@@ -50,9 +50,9 @@ class Columns:
             self.schema, self._offsets, self._ends = _contents(path, self._whole)
             self.columns = tuple(columns or self.schema.names)
         refuse_missing(path, self.columns, self.schema.names)
-        twice = next((name for name in self.columns if self.schema.names.count(name) > 1), None)
-        if twice is not None:
-            raise UserError(f"{path} has two columns {twice!r}; write it again with a name of its own for each")
+        wanted = set(self.columns)
+        if (double := twice(name for name in self.schema.names if name in wanted)) is not None:
+            raise UserError(f"{path} has two columns {double[:80]!r}; write it again with a name of its own for each")
         self._views: dict[int, list[tuple[str, Value]]] = {}
 
     def __len__(self) -> int:
@@ -136,7 +136,7 @@ def sentences(path: Path) -> Iterator[None]:
 def refuse_others(part: Columns, first: Columns) -> None:
     """A sentence for a part whose columns are not those of the first."""
     if set(first.columns) - set(part.columns) or set(part.columns) - set(first.columns):
-        there, wanted = ", ".join(map(repr, part.columns)), ", ".join(map(repr, first.columns))
+        there, wanted = listed(part.columns), listed(first.columns)
         raise UserError(f"{part.path} has the columns {there} and {first.path} has {wanted}; parts must have the same")
     for name in first.columns:
         here, before = part.schema.field(name).type, first.schema.field(name).type
@@ -213,12 +213,13 @@ def _by_hand(column: pa.Array) -> Value | None:
         bits = np.frombuffer(column.buffers()[1], np.uint8)
         return lambda row: bool(bits.item(row >> 3) >> (row & 7) & 1)
     if _is_text(kind) or pa.types.is_binary(kind) or pa.types.is_large_binary(kind):
-        ends, content = _ends(column), memoryview(column.buffers()[2] or b"")
+        content = _content(column)
+        ends = _ends(column, len(content))
         if _is_text(kind):
             return lambda row: str(content[ends.item(row) : ends.item(row + 1)], "utf-8")
         return lambda row: bytes(content[ends.item(row) : ends.item(row + 1)])
     if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        ends, inner = _ends(column), _numbers(column.values)
+        ends, inner = _ends(column, len(column.values)), _numbers(column.values)
         if inner is None or column.values.null_count:
             return None
         return lambda row: inner[ends.item(row) : ends.item(row + 1)].tolist()
@@ -254,10 +255,21 @@ def _is_text(kind: pa.DataType) -> bool:
     return pa.types.is_string(kind) or pa.types.is_large_string(kind)
 
 
-def _ends(column: pa.Array) -> NDArray[Any]:
-    """Where the values of texts and lists begin, and where the last one ends."""
+def _content(column: pa.Array) -> memoryview:
+    """The bytes of all its texts, one after the other."""
+    return memoryview(column.buffers()[2] or b"")
+
+
+def _ends(column: pa.Array, most: int) -> NDArray[Any]:
+    """Where the values of texts and lists begin, and where the last one ends; a ValueError where they do not follow
+    each other within the `most` that there are: a slice would be other values, without a word."""
+    if not len(column):
+        return np.zeros(1, np.int32)
     long = pa.types.is_large_list(column.type) or str(column.type).startswith("large_")
-    return np.frombuffer(column.buffers()[1], np.int64 if long else np.int32)[: len(column) + 1]
+    ends: NDArray[Any] = np.frombuffer(column.buffers()[1], np.int64 if long else np.int32)[: len(column) + 1]
+    if ends[0] < 0 or ends[-1] > most or (ends[1:] < ends[:-1]).any():
+        raise ValueError(f"offsets of a column of {column.type} do not rise from 0 to at most {most:,}")
+    return ends
 
 
 def _lengths(column: pa.Array, rows: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -267,7 +279,9 @@ def _lengths(column: pa.Array, rows: NDArray[np.int64]) -> NDArray[np.int64]:
     if pa.types.is_fixed_size_list(kind):
         found = np.full(len(rows), kind.list_size, np.int64)
     elif _is_text(kind) or pa.types.is_binary(kind) or pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        ends = _ends(column).astype(np.int64, copy=False)
+        of_lists = pa.types.is_list(kind) or pa.types.is_large_list(kind)
+        most = len(column.values) if of_lists else len(_content(column))
+        ends = _ends(column, most).astype(np.int64, copy=False)
         found = ends[rows + 1] - ends[rows]
     else:
         raise UserError(f"lengths names a column of {kind}; it must be one of texts or lists")

@@ -21,10 +21,11 @@ import pyarrow as pa
 import pyarrow.csv
 
 from meshrun.data.sources.columns import one_line
-from meshrun.data.sources.source import refuse_missing
+from meshrun.data.sources.source import refuse_missing, twice
 from meshrun.errors import UserError
 
 _BLOCK = 16 << 20
+"""Bytes that are parsed at a time, and most that the line with the names may have."""
 _FOLLOWING = {"null": pa.int64(), "int64": pa.float64(), "double": None, "bool": None}
 """The type to try when a value does not fit; None where a value is wrong, and text for all other types."""
 _PLACE = re.compile(r"(?:In CSV column #(?P<column>\d+): )?(?:Row #(?P<row>\d+): )?(?P<why>.*)", re.DOTALL)
@@ -83,15 +84,14 @@ def _names(path: Path) -> list[str]:
     """What the columns are called."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            header = file.readline()
+            header = file.readline(_BLOCK)
         names = pa.csv.read_csv(pa.py_buffer(header), parse_options=_parsing(path)).column_names
     except UnicodeDecodeError:
         raise UserError(f"{path} has text that is not UTF-8{_where_not_utf8(path)}; write the file as UTF-8") from None
     except (pa.ArrowException, OSError, EOFError, zlib.error) as error:
         raise UserError(f"{path} has no line with names of columns: {one_line(error)}") from None
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise UserError(f"{path} has two columns {twice!r}; give each a name of its own in the first line")
+    if (name := twice(names)) is not None:
+        raise UserError(f"{path} has two columns {name[:80]!r}; give each a name of its own in the first line")
     return names
 
 

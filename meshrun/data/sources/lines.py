@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshrun.data.cache import free_memory
 from meshrun.data.sources.mapped import Mapped
 from meshrun.data.sources.once import Progress, once
 from meshrun.data.sources.source import Watched, bad_sample
@@ -34,8 +35,14 @@ BIG = 1 << 28
 """Bytes from which on it is kept on the node where lines start."""
 BIG_WHEN_PACKED = 1 << 25
 """Bytes from which on a packed file is unpacked onto the node and not into memory."""
+_UNPACKED = 8
+"""Bytes in memory for each byte of a packed file; one that is packed more tightly is unpacked onto the node."""
+_LONG = 1 << 26
+"""Bytes of a line that is looked at before it is parsed, which takes several times its length of memory."""
 _FIRST = 100
 """Rows of which one must have a column that is asked for: else its name is wrong, and not all rows."""
+_STEPS = 64
+"""Blanks at the beginning of a line up to which lines are looked at together, and beyond which each by itself."""
 _BREAK = 10
 _BLANK = np.isin(np.arange(256), list(b" \t\r\n"))
 _MARK = b"\xef\xbb\xbf"
@@ -89,6 +96,8 @@ class Lines:
         return zip(ids.tolist(), self._starts[ids].tolist(), self._starts[ids + 1].tolist(), strict=True)
 
     def _row(self, number: int, begin: int, end: int) -> dict[str, Any]:
+        if end - begin > _LONG and not bytes(self._whole[begin : begin + 64]).lstrip().startswith(b"{"):
+            raise self._bad(number, f"it has {end - begin:,} bytes and does not begin like an object, with {{")
         try:
             row = json.loads(str(self._whole[begin:end], "utf-8"))
         except (ValueError, RecursionError) as error:
@@ -160,16 +169,31 @@ def _not_blank(data: NDArray[np.uint8], starts: NDArray[np.int64]) -> NDArray[np
     if len(starts) and starts[-1] == len(data):
         starts = starts[:-1]
     doubtful = np.flatnonzero(_BLANK[data[starts]])
-    blank = [place for place in doubtful.tolist() if _is_blank(data, int(starts[place]))]
-    return np.delete(starts, blank) if blank else starts
+    if not len(doubtful):
+        return starts
+    keep = np.ones(len(starts), np.bool_)
+    at = starts[doubtful]
+    for _ in range(_STEPS):  # all at once, byte by byte: a file may have millions of blank lines
+        byte = data[at]
+        keep[doubtful[byte == _BREAK]] = False
+        going_on = _BLANK[byte] & (byte != _BREAK)
+        doubtful, at = doubtful[going_on], at[going_on] + 1
+        keep[doubtful[at == len(data)]] = False
+        doubtful, at = doubtful[at < len(data)], at[at < len(data)]
+        if not len(doubtful):
+            break
+    keep[[place for place, here in zip(doubtful.tolist(), at.tolist(), strict=True) if _is_blank(data, here)]] = False
+    return starts[keep]
 
 
 def _is_blank(data: NDArray[np.uint8], at: int) -> bool:
-    for here in range(at, len(data), 64):
-        some = data[here : here + 64]
+    length = _STEPS
+    while at < len(data):
+        some = data[at : at + length]
         ends = np.flatnonzero((some == _BREAK) | ~_BLANK[some])
         if len(ends):
             return int(some[ends[0]]) == _BREAK
+        at, length = at + length, min(2 * length, _PIECE)
     return True
 
 
@@ -182,15 +206,37 @@ def _unpacked(path: Path) -> mmap.mmap | bytes:
             raise EOFError(error) from None
 
     try:
-        made = once(path, "unpacked 1", make) if path.stat().st_size >= BIG_WHEN_PACKED else None
+        size = path.stat().st_size
+        found = _unpacked_in_memory(path, max(BIG_WHEN_PACKED, _UNPACKED * size)) if size < BIG_WHEN_PACKED else None
+        if found is not None:
+            return found
+        made = once(path, "unpacked 1", make)
         if made is None:
-            return gzip.decompress(path.read_bytes())
+            found = _unpacked_in_memory(path, free_memory() // 2)
+            if found is None:
+                raise UserError(
+                    f"{path} unpacks to more than half of the free memory, and nothing can be kept on this node; "
+                    f"name a folder with room for it (--cache)"
+                )
+            return found
         with made.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path} cannot be unpacked, it is damaged or not all there: {error}") from None
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from None
+
+
+def _unpacked_in_memory(path: Path, most: int) -> bytes | None:
+    """None where that would be more bytes than `most`."""
+    pieces, length = [], 0
+    with gzip.open(path) as packed:
+        while piece := packed.read(_PIECE):
+            pieces.append(piece)
+            length += len(piece)
+            if length > most:
+                return None
+    return b"".join(pieces)
 
 
 def _reason(error: Exception) -> str:

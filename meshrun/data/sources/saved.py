@@ -26,8 +26,10 @@ def is_saved(folder: Path) -> bool:
 def saved(folder: Path) -> tuple[list[Path], list[Path]]:
     """The files with its rows, and those with the numbers of the rows that count: none, where all do."""
     if (folder / SPLITS).is_file():
-        splits = _read(folder / SPLITS).get("splits") or []
-        names = ", ".join(f"{folder / str(name)}" for name in splits)
+        splits = _read(folder / SPLITS).get("splits")
+        if not isinstance(splits, list):
+            raise UserError(f"'splits' in {folder / SPLITS} is no list of names; save the dataset again")
+        names = ", ".join(repr(str(folder / str(name)[:80]))[1:-1] for name in splits[:20])
         raise UserError(f"{folder} has several sets; name one of them: {names or 'it lists none'}")
     state = _read(folder / STATE)
     files = _files(folder, state, "_data_files")

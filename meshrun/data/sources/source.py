@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 LOOK_AGAIN = 1.0
 """Seconds between two looks at a file's name: on a parallel file system each is a question to a server."""
+_MOST_LISTED, _LONGEST = 20, 80
+"""Names in a sentence, and characters of each."""
 
 
 class Source:
@@ -124,9 +126,26 @@ def unreadable(number: int, source: str, file: str, error: OSError) -> Exception
 
 def refuse_missing(path: Path, columns: Sequence[str], there: Sequence[str]) -> None:
     """A sentence for a column that a table does not have."""
+    known = set(there)
     for name in columns:
-        if name not in there:
-            raise UserError(f"{path} has no column {name!r}; it has {', '.join(map(repr, there))}")
+        if name not in known:
+            raise UserError(f"{path} has no column {name!r}; it has {listed(there)}")
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names as part of a sentence, which a file with thousands of them must not make endless."""
+    some = ", ".join(repr(name[:_LONGEST]) for name in names[:_MOST_LISTED])
+    return some if len(names) <= _MOST_LISTED else f"{some} and {len(names) - _MOST_LISTED:,} others"
+
+
+def twice(names: Iterable[str]) -> str | None:
+    """The first name that comes a second time."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def inside(ids: Sequence[int] | NDArray[np.int64], length: int) -> NDArray[np.int64]:

@@ -163,6 +163,8 @@ def files_of(path: Path) -> tuple[str, list[Path], list[Path]]:
     kinds = {kind_of(each): "".join(each.suffixes[-2:]) for each in files}
     if not files:
         raise UserError(f"folder {path} has no parts of a table; their names must end with {', '.join(KINDS)}")
+    if (odd := next((each for each in files if not each.is_file()), None)) is not None:
+        raise UserError(f"{odd} is no plain file, or a link to nothing; remove it: each part of a table must be a file")
     if len(kinds) > 1:
         raise UserError(f"folder {path} has parts of several kinds, {' and '.join(kinds.values())}; keep them apart")
     return kind_of(files[0]) or "", files, []
@@ -205,7 +207,9 @@ def _numbers(files: Sequence[Path], rows: int) -> NDArray[np.int64]:
     """The rows that are meant, as `datasets` saves them: tables of one column of numbers."""
     from meshrun.data.sources.columns import Columns
 
-    numbers = np.concatenate([Columns(file, 0, None).numbers() for file in files]).astype(np.int64)
+    numbers = np.concatenate([Columns(file, 0, None).numbers() for file in files])
+    if len(numbers) and numbers.dtype.kind not in "iu":
+        raise UserError(f"{files[0]} picks rows by {numbers.dtype} and not by whole numbers; save the dataset again")
     if len(numbers) and not 0 <= int(numbers.min()) <= int(numbers.max()) < rows:
         raise UserError(f"{files[0]} picks rows beyond the {rows:,} that there are; save the dataset again")
-    return numbers
+    return numbers.astype(np.int64)

@@ -8,6 +8,7 @@ counting. Small ones are turned in memory.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet
 
+from meshrun.data.cache import free_memory
 from meshrun.data.sources.columns import one_line, sentences
 from meshrun.data.sources.delimited import Wider, read_delimited
 from meshrun.data.sources.once import Progress, once
@@ -23,6 +25,8 @@ from meshrun.errors import UserError
 
 SMALL = 32 << 20
 """Bytes of a table up to which it is turned in memory."""
+_UNPACKED = 8
+"""Bytes in memory for each byte of a file; one that is packed more tightly is turned on the node's disk."""
 _BATCH = 16 << 20
 """Bytes of a record batch, about."""
 _ROWS = 1 << 16
@@ -32,26 +36,36 @@ Batches = tuple[pa.Schema, Iterator[tuple[pa.RecordBatch, float]]]
 """Columns, and record batches with the share of the file that is read after each."""
 
 
+class _TooLarge(Exception):
+    """A small file has more rows than memory should hold."""
+
+
 def turned(path: Path, kind: str, columns: Sequence[str] | None, in_memory: bool) -> pa.Buffer:
     """The rows of the file as plain Arrow: a mapped file of this node, or memory where that is asked for or must do."""
-    if not in_memory:
-        made = once(
-            path, f"arrow 1 {columns}", lambda to: _write(path, kind, columns, lambda: pa.OSFile(str(to), "wb"))
-        )
-        if made is not None:
-            return pa.memory_map(str(made)).read_buffer()
-    return _write(path, kind, columns, pa.BufferOutputStream)
+    if in_memory:
+        with contextlib.suppress(_TooLarge):
+            return _write(path, kind, columns, pa.BufferOutputStream, max(SMALL, _UNPACKED * path.stat().st_size))
+    made = once(path, f"arrow 1 {columns}", lambda to: _write(path, kind, columns, lambda: pa.OSFile(str(to), "wb")))
+    if made is not None:
+        return pa.memory_map(str(made)).read_buffer()
+    try:
+        return _write(path, kind, columns, pa.BufferOutputStream, free_memory() // 2)
+    except _TooLarge:
+        raise UserError(
+            f"{path} has more rows than half of the free memory holds, and nothing can be kept on this node; "
+            f"name a folder with room for it (--cache)"
+        ) from None
 
 
-def _write(path: Path, kind: str, columns: Sequence[str] | None, to: Callable[[], Any]) -> Any:
-    """Writes the rows into what `to` opens; memory is given back."""
+def _write(path: Path, kind: str, columns: Sequence[str] | None, to: Callable[[], Any], most: int | None = None) -> Any:
+    """Writes the rows into what `to` opens; memory is given back. _TooLarge beyond `most` bytes."""
     types: dict[str, pa.DataType] = {}
     while True:
         try:
             with sentences(path):
                 schema, found = _read(path, kind, columns, types)
             with to() as sink:
-                _fill(sink, path, schema, found)
+                _fill(sink, path, schema, found, most)
                 return sink.getvalue() if isinstance(sink, pa.BufferOutputStream) else None
         except Wider as wider:
             types[wider.column] = wider.kind
@@ -63,8 +77,16 @@ def _read(path: Path, kind: str, columns: Sequence[str] | None, types: dict[str,
     return _parquet(path, columns) if kind == "parquet" else _arrow(path, columns)
 
 
-def _fill(sink: Any, path: Path, schema: pa.Schema, found: Iterator[tuple[pa.RecordBatch, float]]) -> None:
+def _fill(
+    sink: Any, path: Path, schema: pa.Schema, found: Iterator[tuple[pa.RecordBatch, float]], most: int | None
+) -> None:
     told = Progress(path, "turning it into a file whose rows can be read by number")
+    for field in schema:
+        if _has_dictionary(field.type):
+            raise UserError(
+                f"column {field.name[:80]!r} of {path} is of type {field.type}; "
+                f"write the table again with the values themselves and no dictionary inside of lists or structs"
+            )
     plain = pa.schema([_plain(field) for field in schema])
     with pa.ipc.new_file(sink, plain) as writer:
         for batch, share in found:
@@ -74,7 +96,15 @@ def _fill(sink: Any, path: Path, schema: pa.Schema, found: Iterator[tuple[pa.Rec
                 pieces = pa.Table.from_arrays(columns, schema=plain).to_batches(_ROWS)
             for piece in pieces:
                 writer.write_batch(piece)
+                if most is not None and sink.tell() > most:
+                    raise _TooLarge
             told(share)
+
+
+def _has_dictionary(kind: pa.DataType) -> bool:
+    """Whether it is of lists or structs with values that are numbers in a list of values."""
+    inner = [kind.field(number).type for number in range(kind.num_fields)]
+    return any(pa.types.is_dictionary(each) or _has_dictionary(each) for each in inner)
 
 
 def _plain(field: pa.Field) -> pa.Field:
