@@ -188,9 +188,8 @@ class RunConfig:
             )
         if not self.cache.strip():
             raise UserError("cache is empty; it must be auto, tmp, memory, a folder, or none (--cache)")
-        name = self.name
-        if name is not None and (not name or "/" in name or name.startswith(".") or any(map(_is_control, name))):
-            raise UserError(f"name is {name!r:.200}; it must be a plain file name (--name)")
+        if self.name is not None and not _is_plain_name(self.name):
+            raise UserError(f"name is {self.name!r:.200}; it must be a plain file name (--name)")
 
     @property
     def run_name(self) -> str:
@@ -219,8 +218,9 @@ class RunConfig:
             raise UserError(f"its config has {error}") from None
 
 
-def _is_control(character: str) -> bool:
-    return ord(character) < 32 or ord(character) == 127
+def _is_plain_name(name: str) -> bool:
+    """Whether a text can be the name of a file in a folder, on one line."""
+    return bool(name) and "/" not in name and not name.startswith(".") and re.search(r"[\x00-\x1f\x7f]", name) is None
 
 
 def whole_number(text: str) -> int | None:
