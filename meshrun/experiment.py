@@ -91,6 +91,13 @@ class Metric:
     of: Callable[[Any, Any], Loss]
     then: Callable[[float], float]
 
+    def __post_init__(self) -> None:
+        for name, given in (("of", ("outputs", "targets")), ("then", ("mean",))):
+            function = getattr(self, name)
+            if not callable(function):
+                raise UserError(f"{name} of a Metric is {_described(function)}; it must be a function")
+            _check_parameters(name, function, given, of="Metric")
+
     def __call__(self, outputs: Any, targets: Any) -> Loss:
         return self.of(outputs, targets)
 
@@ -201,6 +208,9 @@ class Experiment:
         for name in ("evals", "metrics"):
             if not isinstance(getattr(self, name), Mapping):
                 raise UserError(f"{name} is {_described(getattr(self, name))}; it must be a dict with a name for each")
+            for key in getattr(self, name):
+                if not isinstance(key, str) or not key:
+                    raise UserError(f"{name} has the name {key!r:.60}; names must be texts that are not empty")
         _check_dataset("train", self.train)
         for name, data in self.evals.items():
             _check_dataset(f"evals[{name!r}]", data)
@@ -210,6 +220,7 @@ class Experiment:
                 raise UserError(
                     f"metric {name!r} must be a function of (outputs, targets), not named loss, count or skipped"
                 )
+            _check_parameters(f"metrics[{name!r}]", metric, ("outputs", "targets"))
         if not isinstance(self.seed, int) or isinstance(self.seed, bool) or not -(1 << 63) <= self.seed < 1 << 63:
             raise UserError(f"seed is {self.seed!r:.60}; it must be a whole number of at most 64 bits (--seed)")
         if self.batch_dim is not None and (type(self.batch_dim) is not int or self.batch_dim not in (0, 1)):
@@ -234,6 +245,10 @@ class Experiment:
             if not callable(function):
                 raise UserError(f"{name} is {_described(function)}; it must be a function")
             _check_parameters(name, function, given)
+        if self.stage_data is not None and not callable(self.stage_data):
+            raise UserError(f"stage_data is {_described(self.stage_data)}; it must be a function")
+        if self.tensor_plan is not None:
+            _check_tensor_plan(self.tensor_plan)
         if not isinstance(self.shuffle, str):
             raise UserError(
                 f"shuffle is {_described(self.shuffle)}; it must be a text: full, window, length or none (--shuffle)"
@@ -269,7 +284,7 @@ def _refuse_built_model(model: object) -> None:
         )
 
 
-def _check_parameters(name: str, function: Callable[..., Any], given: tuple[str, ...]) -> None:
+def _check_parameters(name: str, function: Callable[..., Any], given: tuple[str, ...], of: str = "Experiment") -> None:
     """Refuse a function, or a class, that cannot be called with as many arguments as it will be given."""
     try:
         signature = inspect.signature(function)
@@ -280,7 +295,7 @@ def _check_parameters(name: str, function: Callable[..., Any], given: tuple[str,
     except TypeError as error:
         called, words = getattr(function, "__name__", type(function).__name__), ", ".join(given)
         raise UserError(
-            f"Experiment({name}=…) is called as {called}({words}), but {called}{signature} takes other arguments "
+            f"{of}({name}=…) is called as {called}({words}), but {called}{signature} takes other arguments "
             f"({error}); wrap it, such as {name}={f'lambda {words}'.rstrip()}: {called}(…)"
         ) from None
 
@@ -294,6 +309,18 @@ def _check_schedule(schedule: object) -> None:
     if not callable(schedule):
         raise UserError(f"schedule is {_described(schedule)}; {valid}")
     _check_parameters("schedule", schedule, ("step", "steps"))
+
+
+def _check_tensor_plan(plan: object) -> None:
+    if not isinstance(plan, Mapping):
+        raise UserError(
+            f"tensor_plan is {_described(plan)}; it must be a dict of parameters' names and how each is split"
+        )
+    for name, split in plan.items():
+        if not isinstance(name, str) or not isinstance(split, str):
+            raise UserError(
+                f"tensor_plan has {name!r:.60}: {split!r:.60}; both must be texts, such as 'layers.*.wq': 'colwise'"
+            )
 
 
 def _is_finite(value: object) -> bool:
@@ -325,7 +352,14 @@ def _check_classes(train: object, name: str, data: object) -> None:
 def _check_dataset(name: str, data: object) -> None:
     if isinstance(data, type):
         raise UserError(f"{name} is the class {data.__name__}; it must be a dataset, such as {data.__name__}()")
-    if not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
+    if isinstance(data, str | bytes) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UserError(f"{name} is {_described(data)}; it must be a map-style dataset with len(data) and data[i]")
-    if len(data) == 0:
+    try:
+        length = len(data)
+    except (TypeError, ValueError, OverflowError) as error:  # what is negative, no whole number, or beyond 64 bits
+        raise UserError(
+            f"the length of {name}, of type {type(data).__name__}, cannot be used ({error}); __len__ must return the "
+            f"number of samples, a whole number of at least 1"
+        ) from None
+    if length == 0:
         raise UserError(f"{name} has no samples; a dataset must have at least one")

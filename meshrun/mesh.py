@@ -31,7 +31,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import TCPStore
 
 from meshrun import typed_json
-from meshrun.errors import RunFailed, SharedError, UserError
+from meshrun.errors import RunFailed, SharedError, UserError, described
 from meshrun.layout import AXES, Layout, parse
 from meshrun.store import process as store_process
 from meshrun.store.owners import listening_ports, owner_of_listener, shut_out_strangers
@@ -204,7 +204,7 @@ def _json_bytes(value: Any) -> torch.Tensor:
 
 def of_collectives(error: BaseException) -> bool:
     """Whether the ranks' way to each other has failed, and not the user's program."""
-    text = str(error).lower()
+    text = described(error).lower()
     # gloo raises plain RuntimeErrors, which name its source files; others may be the user's own.
     return isinstance(error, RuntimeError) and (
         isinstance(error, dist.DistError) or any(word in text for word in ("gloo", "nccl", "pair closure"))

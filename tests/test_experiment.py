@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from meshrun import Experiment, Loss, Schedule, UserError
+from meshrun.experiment import Metric
 
 GOOD: dict[str, Any] = {
     "model": lambda: None,
@@ -22,6 +23,19 @@ GOOD: dict[str, Any] = {
     "batch": 10,
     "epochs": 2,
 }
+
+
+class Length:
+    """A dataset that says so of its length."""
+
+    def __init__(self, length: Any) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
 class Endless:
@@ -88,6 +102,29 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"metrics": {"count": len}},
         "metric 'count' must be a function of (outputs, targets), not named loss, count or skipped",
     ),
+    (
+        {"metrics": {"hits": lambda outputs: outputs}},
+        "Experiment(metrics['hits']=…) is called as <lambda>(outputs, targets), but <lambda>(outputs) takes other arg",
+    ),
+    ({"metrics": {1: len}}, "metrics has the name 1; names must be texts that are not empty"),
+    ({"evals": {None: [1]}}, "evals has the name None; names must be texts that are not empty"),
+    ({"evals": {"": [1]}}, "evals has the name ''; names must be texts that are not empty"),
+    ({"evals": {"val": "abc"}}, "evals['val'] is 'abc' of type str; it must be a map-style dataset with len(data) and"),
+    (
+        {"train": Length(-1)},
+        "the length of train, of type Length, cannot be used (__len__() should return >= 0); __len__",
+    ),
+    (
+        {"train": Length(1.5)},
+        "the length of train, of type Length, cannot be used ('float' object cannot be interpreted",
+    ),
+    ({"train": Length(2**70)}, "the length of train, of type Length, cannot be used (cannot fit 'int' into an index-"),
+    ({"stage_data": 3}, "stage_data is 3 of type int; it must be a function"),
+    (
+        {"tensor_plan": "x"},
+        "tensor_plan is 'x' of type str; it must be a dict of parameters' names and how each is split",
+    ),
+    ({"tensor_plan": {1: 2}}, "tensor_plan has 1: 2; both must be texts, such as 'layers.*.wq': 'colwise'"),
     ({"batch": 0}, "batch is 0; it must be a whole number of at least 1 (--batch)"),
     ({"batch": 2.5}, "batch is 2.5; it must be a whole number of at least 1 (--batch)"),
     ({"batch": True}, "batch is True; it must be a whole number of at least 1 (--batch)"),
@@ -194,3 +231,16 @@ def test_an_evaluation_whose_labels_mean_other_classes_is_refused():
     for other in (Labelled("dog", "cat"), Labelled("cat")):
         with pytest.raises(UserError, match="so that their numbers mean others"):
             Experiment(**{**fields, "evals": {"val": other}})
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        ((3, math.exp), "of of a Metric is 3 of type int; it must be a function"),
+        ((max, 3), "then of a Metric is 3 of type int; it must be a function"),
+        ((max, lambda: 1), r"Metric\(then=…\) is called as <lambda>\(mean\), but <lambda>\(\) takes other arguments"),
+    ],
+)
+def test_a_metric_that_cannot_be_computed_is_refused(parts: tuple[Any, Any], said: str):
+    with pytest.raises(UserError, match=said):
+        Metric(*parts)

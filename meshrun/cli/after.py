@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from meshrun import strict_json
 from meshrun.config import RunDirectory, write_json
 from meshrun.errors import RunFailed, UserError, described
 from meshrun.experiment import Experiment
@@ -50,7 +51,7 @@ def finish_with(
     gc.collect()  # the trainer's model and optimizer, which hold each other
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    printed, values = io.StringIO(), None
+    printed, values = _Printed(), None
     why: BaseException | None = None
     try:
         with contextlib.redirect_stdout(printed):
@@ -74,12 +75,20 @@ def finish_with(
     return result
 
 
+class _Printed(io.StringIO):
+    """What a program prints, also of one that closes its standard output."""
+
+    def close(self) -> None:
+        pass
+
+
 def _values(returned: Any) -> dict[str, Any] | None:
     if returned is None:
         return None
     if not isinstance(returned, Mapping):
         raise TypeError(f"it returned {type(returned).__name__}; it must return a dict of values, or None")
     found: dict[str, Any] = as_json(returned)
+    strict_json.dumps(found)  # a ValueError for whole numbers of too many digits, which no document can hold
     return found
 
 

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from meshrun.data.permutation import Ids, Words, mix, permute, round_keys, unpermute
 from meshrun.data.shuffle import CHUNK, FULL, Shuffle
@@ -146,7 +146,13 @@ class Order:
     def _by_length(self, epoch: int, block: int, ids: Ids) -> Ids:
         """Sorted, cut into batches of which a short one comes last, whatever the lengths of its samples are."""
         assert self.lengths is not None
-        ids = ids[np.argsort(np.asarray(self.lengths(ids)), kind="stable")]
+        lengths = np.asarray(self.lengths(ids))
+        if lengths.shape != ids.shape or lengths.dtype.kind not in "biuf" or not np.isfinite(lengths).all():
+            raise UserError(
+                f"lengths(ids) of the training set returned {_seen(lengths)} for {len(ids)} samples; it must return a "
+                f"finite number for each (--shuffle full needs none)"
+            )
+        ids = ids[np.argsort(lengths, kind="stable")]
         count = -(-len(ids) // self.batch)
         order = permute(np.arange(count, dtype=np.uint64), count, round_keys(self.seed, epoch, _BATCHES, block))
         sizes = np.full(count, self.batch)
@@ -155,6 +161,12 @@ class Order:
         (key,) = round_keys(self.seed, epoch, _ROWS, block)[:1]
         places = np.argsort(order)  # where each batch comes
         return ids[np.lexsort((mix(ids.astype(np.uint64) ^ key), np.repeat(places, sizes)))]
+
+
+def _seen(lengths: NDArray[Any]) -> str:
+    if lengths.dtype.kind == "f" and not np.isfinite(lengths).all():
+        return f"{lengths[~np.isfinite(lengths)].flat[0]}"
+    return f"an array of shape {lengths.shape} and type {lengths.dtype}"
 
 
 def slice_of(ids: Run, part: int, of: int) -> Run:

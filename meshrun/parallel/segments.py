@@ -8,7 +8,7 @@ blocks, which is how Hugging Face models and nn.TransformerEncoder are built. An
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from torch import nn
 
@@ -30,7 +30,10 @@ def find(model: nn.Module, said: Callable[[nn.Module], Sequence[nn.Module]] | No
 def _as_said(
     model: nn.Module, said: Callable[[nn.Module], Sequence[nn.Module]], names: dict[int, str]
 ) -> list[nn.Module]:
-    modules = list(said(model))
+    returned = said(model)
+    if not isinstance(returned, Iterable):
+        raise UserError(f"segments(model) returned {type(returned).__name__}; it must return a list of modules")
+    modules = list(returned)
     for number, module in enumerate(modules):
         if not isinstance(module, nn.Module) or id(module) not in names or module is model:
             kind = type(module).__name__

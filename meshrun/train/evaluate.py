@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -82,7 +83,7 @@ def _evaluate_one(
             raise SharedError(f"the counts of {what} over evals[{name!r}] add up to {count:g}; each: {COUNT}")
     scores = {each: total / count if count else math.nan for each, (total, count) in rows.items()}
     finished = {each: metric for each, metric in experiment.metrics.items() if isinstance(metric, Metric)}
-    scores |= {each: metric.then(scores[each]) for each, metric in finished.items()}
+    scores |= {each: _finished(each, metric, scores[each]) for each, metric in finished.items()}
     count, missing = rows["loss"][1], {"skipped": int(skipped)} if skipped else {}
     # A loss that weighs its samples may count parts of one.
     return {"loss": scores.pop("loss"), "count": int(count) if count.is_integer() else count, **missing, **scores}
@@ -146,6 +147,17 @@ def fitting_on(device: torch.device, samples: int) -> int:
         return 0  # where a small batch wastes little
     free, taken = room(device)
     return int(free / 2 / taken * samples) if taken > 0 else 0
+
+
+def _finished(name: str, metric: Metric, mean: float) -> float:
+    """What a metric makes of its mean; a UserError where that is no number."""
+    made: Any = metric.then(mean)
+    if not isinstance(made, str | bytes):
+        with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):  # as tensors may raise
+            return float(made)
+    raise SharedError(
+        f"the metric {name!r} made {made!r:.60} of its mean {mean:g}; Metric(…, then) must return a number"
+    )
 
 
 def _checked(name: str, function: Score) -> Score:

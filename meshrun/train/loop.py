@@ -33,7 +33,7 @@ from meshrun.data.feed import on
 from meshrun.data.loader import Loader, StepData
 from meshrun.data.order import Order
 from meshrun.data.together import coming
-from meshrun.errors import RunFailed, SharedError
+from meshrun.errors import RunFailed, SharedError, UserError
 from meshrun.experiment import Experiment, in_halves
 from meshrun.kernels import products
 from meshrun.mesh import Here, start
@@ -192,6 +192,7 @@ class Trainer:
 
     def steps(self) -> Iterator[Update]:
         """Train, yielding after every update."""
+        self._refuse_other_length()
         self.placed.train(True)
         self._first = self.step
         loader = Loader(self.experiment.train, self.order, self.here.replica, self.here.replicas, self.reading)
@@ -218,12 +219,22 @@ class Trainer:
             if self.keeper is not None:
                 self.keeper.remember()
             yield update
+            if self.step % self.order.steps_per_epoch == 0:
+                self._refuse_other_length()
             if self._is_asked:
                 raise Stopped(f"rank {self.here.rank} on {self.here.world.host} stopped after step {self.step}")
             if self.keeper is not None:
                 self.keeper.after_step()
             mark += time.perf_counter() - paused
         self.settle()
+
+    def _refuse_other_length(self) -> None:
+        """The order of samples is of one length: with another, some would be left out, or not be there."""
+        if (now := len(self.experiment.train)) != self.order.length:
+            raise UserError(
+                f"len(train) was {self.order.length} when the training began and is {now} after step {self.step}; the "
+                f"length of a dataset must stay the same"
+            )
 
     def _asked(self) -> float:
         return self.ending.asked(self._to_be_evaluated(self.step + 1)) if self.ending is not None else 0.0

@@ -45,10 +45,11 @@ def make(
             f"its defaults can give: super().__init__(parameters, {{'lr': lr}})"
         )
     for rate in (group["lr"] for group in made.param_groups):
-        if not math.isfinite(rate) or rate < 0:
+        if not isinstance(rate, int | float | Tensor) or not math.isfinite(rate) or rate < 0:
+            shown = rate.item() if isinstance(rate, Tensor) and rate.numel() == 1 else rate
             raise UserError(
-                f"the optimizer {type(made).__name__} has the learning rate {float(rate):g}; it must be a finite "
-                f"number of at least 0"
+                f"the optimizer {type(made).__name__} has the learning rate {shown!r:.60}; it must be a finite number "
+                f"of at least 0"
             )
     closure = inspect.signature(made.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -65,6 +65,13 @@ def test_an_error_after_the_training_is_a_note_and_the_run_has_not_failed(tmp_pa
     assert note.endswith("ValueError: no way with Sequential in with_after-1; the training itself is kept")
 
 
+def test_a_function_that_closes_standard_output_and_returns_what_no_document_holds_is_a_note(tmp_path: Path):
+    result, told = trained(tmp_path, end="close")
+    assert result["steps"] == 4 and result["after"] is None
+    assert [event["text"] for event in told if event["kind"] == "after"] == ["before it closes\n"]
+    assert "Exceeds the limit" in [event["text"] for event in told if event["kind"] == "note"][-1]
+
+
 def test_values_are_as_a_document_has_them():
     value = {"a": torch.tensor([1.0, float("inf")]), 2: (torch.tensor(3), True, None), "b": {Path("x")}}
     assert as_json(value) == {"a": [1.0, float("inf")], "2": [3, True, None], "b": ["x"]}

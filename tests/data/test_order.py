@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import time
 import tracemalloc
 from itertools import pairwise, permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,8 @@ from hypothesis import strategies as st
 
 from meshrun.data.order import Order, micro_batches, slice_of
 from meshrun.data.permutation import Ids
-from meshrun.data.shuffle import NONE
+from meshrun.data.shuffle import NONE, Shuffle
+from meshrun.errors import UserError
 
 NEAR_POWERS = sorted({2**k + d for k in range(1, 13) for d in (-1, 0, 1)})
 PRIMES = (2, 3, 5, 7, 61, 67, 127, 131, 1021, 1031, 4093)
@@ -220,3 +223,18 @@ def test_micro_batches_are_a_partition_into_the_fewest_even_pieces(length: int, 
     sizes = [len(piece) for piece in pieces]
     if sizes:
         assert max(sizes) <= (most or length) and min(sizes) >= max(1, max(sizes) - 1)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "seen"),
+    [
+        (lambda _: None, "an array of shape () and type object"),
+        (lambda _: [1], "an array of shape (1,) and type int64"),
+        (lambda ids: [math.nan] * len(ids), "nan"),
+        (lambda ids: ["a"] * len(ids), "an array of shape (8,) and type <U1"),
+    ],
+)
+def test_lengths_that_are_no_numbers_are_refused(lengths: Any, seen: str):
+    order = Order(8, 4, 0, Shuffle.parse("length").settled(4, 1), lengths)
+    with pytest.raises(UserError, match=re.escape(f"lengths(ids) of the training set returned {seen} for 8 samples")):
+        order.batch_ids(0)

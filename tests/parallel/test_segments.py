@@ -99,3 +99,8 @@ def test_what_cannot_be_segments_is_refused_in_a_sentence(name: str):
     said, sentence = REFUSED[name]
     with pytest.raises(UserError, match=sentence):
         find(Blocks(), said)
+
+
+def test_segments_that_are_no_list_are_refused():
+    with pytest.raises(UserError, match=r"segments\(model\) returned NoneType; it must return a list of modules"):
+        find(Blocks(), lambda _: None)

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from meshrun import Here, Loss, RunFailed, UserError, accuracy, cross_entropy, mean_squared_error
 from meshrun.data.order import Order
-from meshrun.experiment import Experiment
+from meshrun.experiment import Experiment, Metric
 from meshrun.state.weights import load_weights, save_weights
 from meshrun.train import writing
 from meshrun.train.loop import Stopped, Trainer
@@ -295,6 +295,28 @@ def test_a_metric_that_is_no_loss_is_refused_by_its_name(alone: Here):
     experiment = small(20, 6, evals={"val": points(4)}, metrics={"hits": mean_of})
     with pytest.raises(UserError, match=r"the metric 'hits' returned Tensor; .*Loss\(\(outputs.argmax\(1\)"):
         Trainer(experiment, alone).evaluate()
+
+
+@pytest.mark.parametrize("made", [None, "x", 10**400, {1}, torch.ones(2)])
+def test_a_metric_that_makes_no_number_of_its_mean_is_refused_by_its_name(made: Any, alone: Here):
+    metrics = {"hits": Metric(cross_entropy, lambda _: made)}
+    with pytest.raises(UserError, match=r"the metric 'hits' made .* of its mean .*must return a number"):
+        Trainer(small(20, 6, evals={"val": points(4)}, metrics=metrics), alone).evaluate()
+
+
+class Growing(list[Any]):
+    """One sample more whenever it is asked."""
+
+    def __len__(self) -> int:
+        self.append(self[0])
+        return super().__len__()
+
+
+def test_a_dataset_whose_length_changes_is_refused(alone: Here):
+    data = points(20)
+    experiment = small(20, 6, train=Growing([data[index] for index in range(20)]))
+    with pytest.raises(UserError, match=r"len\(train\) was \d+ when the training began and is \d+ after step 0; the"):
+        list(Trainer(experiment, alone).steps())
 
 
 def test_samples_that_are_no_pairs_are_refused(alone: Here):

@@ -152,6 +152,16 @@ def test_a_learning_rate_that_is_no_number_is_refused(rate: float):
         make(lambda given: SGD(given, lr=rate), list(nn.Linear(3, 2).parameters()), scale=1)
 
 
+def test_a_learning_rate_of_another_type_is_refused():
+    def sgd(given: list[nn.Parameter]) -> SGD:
+        made = SGD(given, lr=0.1)
+        made.param_groups[0]["lr"] = None
+        return made
+
+    with pytest.raises(UserError, match="the optimizer SGD has the learning rate None; it must be a finite number"):
+        make(sgd, list(nn.Linear(3, 2).parameters()), scale=1)
+
+
 class ByNorm(SGD):
     """Scales each tensor's update by the tensor's norm, as LARS does."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,12 @@ def fail(model: nn.Module, run_folder: Path) -> None:
     raise ValueError(f"no way with {type(model).__name__} in {run_folder.name}")
 
 
+def _close(_model: nn.Module, _run_folder: Path) -> dict[str, int]:
+    print("before it closes")
+    sys.stdout.close()
+    return {"too long": 10**5000}
+
+
 def speak(model: nn.Module, text: str, times: int = 2, tone: Literal["soft", "loud"] = "soft") -> list[str]:
     """Say something.
 
@@ -55,7 +62,7 @@ def _hidden(model: nn.Module) -> None:
     """Nobody's business."""
 
 
-def experiment(end: Literal["describe", "fail"] = "describe", width: int = 3) -> Experiment:
+def experiment(end: Literal["describe", "fail", "close"] = "describe", width: int = 3) -> Experiment:
     return Experiment(
         model=lambda: nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.Linear(width, 2)),
         train=points(48, seed=0),
@@ -64,5 +71,5 @@ def experiment(end: Literal["describe", "fail"] = "describe", width: int = 3) ->
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.3),
         batch=8,
         steps=4,
-        after=describe if end == "describe" else fail,
+        after={"describe": describe, "fail": fail, "close": _close}[end],
     )
