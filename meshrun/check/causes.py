@@ -44,10 +44,12 @@ def why_unjudged(reference: Found, noise: Measured | None, allowed: Allowed) -> 
     found = _changing_data(reference, reference) or _own_draws(reference) or _collate_draws(reference)
     if found is not None or not allowed.blown:
         return found
+    most = max(noise.weights, key=lambda name: noise.weights[name])
     return (
-        f"in one process another order of sums alone moves the weights by {noise.weight:.1e}, so that equal results "
-        f"would prove nothing: the model makes much of rounding (often ReLU or max-pooling at equal values); compare "
-        f"fewer steps (--steps), or allow more (--tolerance)"
+        f"in one process other micro-batches alone move {most} by {noise.weight:.1e}, so that equal results would "
+        f"prove nothing: the model makes much of rounding (often ReLU or max-pooling at equal values, or a bias before "
+        f"a BatchNorm), or each forward pass changes a buffer; compare fewer steps (--steps), or allow more "
+        f"(--tolerance)"
     )
 
 
@@ -110,9 +112,14 @@ def _batchnorm(reference: Found, other: Found) -> str | None:
     names = reference.tried.batchnorms
     if not names or other.sync_batchnorm or (reference.pieces == other.pieces and other.replicas == 1):
         return None
+    here = max(other.pieces)
+    if other.replicas > 1:
+        remedy = "--sync-batchnorm takes them over all ranks"
+    else:  # pp cuts the batch by itself, and no rank has the samples of the others
+        remedy = f"with --micro {here} one process does so too"
     return (
-        f"BatchNorm ({_some(names)}) takes its statistics from a micro-batch, which has {max(other.pieces)} samples "
-        f"here and {max(reference.pieces)} in one process; --sync-batchnorm takes them over all ranks"
+        f"BatchNorm ({_some(names)}) takes its statistics from a micro-batch, which has {here} samples "
+        f"here and {max(reference.pieces)} in one process; {remedy}"
     )
 
 

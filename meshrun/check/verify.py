@@ -225,7 +225,9 @@ def _not_numbers(reference: Found, other: Found, weights: dict[str, float]) -> I
 
 
 def _in_both(reference: float, other: float) -> str:
-    return f"{other:.6g} here and {reference:.6g} in one process"
+    if math.isfinite(reference):
+        return f"{other:.6g} here and {reference:.6g} in one process"
+    return f"{other:.6g} here and {reference:.6g} in one process, where it must be a number to be compared"
 
 
 def _jumps(a: float, b: float, count: float) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 
 from meshrun.check.causes import likely_cause, why_unjudged
 from meshrun.check.probe import Found, Tried
-from meshrun.check.verify import Measured, Verdict, allow
+from meshrun.check.verify import Measured, Verdict, _not_numbers, allow
 
 SAME = Found(
     layout="dp=1",
@@ -81,6 +82,12 @@ CASES = {
         ON_TWO,
         "BatchNorm (a, b and 1 more) takes its statistics from a micro-batch, which has 6 samples here and 12 in one "
         "process; --sync-batchnorm takes them over all ranks",
+    ),
+    "BatchNorm in a pipeline": (
+        replace(SAME, tried=Tried(batchnorms=["a"])),
+        replace(ON_TWO, replicas=1),
+        "BatchNorm (a) takes its statistics from a micro-batch, which has 6 samples here and 12 in one process; "
+        "with --micro 6 one process does so too",
     ),
     "gradient times the ranks": (
         SAME,
@@ -171,7 +178,7 @@ def test_a_twin_that_ends_far_away_proves_nothing_and_its_cause_is_searched_for(
     drawn = why_unjudged(replace(SAME, tried=EVERYTHING), noise, allowed)
     assert drawn is not None and drawn.startswith("random numbers drawn at net.py:3")
     unknown = why_unjudged(SAME, noise, allowed)
-    assert unknown is not None and "moves the weights by 5.9e-01" in unknown and "--steps" in unknown
+    assert unknown is not None and "alone move w by 5.9e-01" in unknown and "--steps" in unknown
 
 
 def test_a_model_that_draws_is_never_the_same_where_its_draws_change_the_first_step():
@@ -186,3 +193,11 @@ def test_a_twin_within_rounding_sets_the_bar_also_where_a_model_draws_what_it_do
     noise = twin(weights={"w": 1e-4})
     assert why_unjudged(replace(SAME, tried=EVERYTHING), noise, allow(1e-5, noise, 2)) is None
     assert why_unjudged(replace(SAME, tried=EVERYTHING), None, allow(1e-5, None, 2)) is None
+
+
+def test_a_result_that_is_no_number_in_one_process_either_is_said_to_be_beyond_comparison():
+    scores = replace(SAME, evals={"val": {"loss": math.nan}})
+    (said,) = _not_numbers(scores, scores, {})
+    assert said == (
+        "the loss of the evaluation 'val' is nan here and nan in one process, where it must be a number to be compared"
+    )
