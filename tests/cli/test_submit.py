@@ -203,10 +203,8 @@ REFUSALS: dict[str, tuple[list[object], str]] = {
         ["--sweep", f"lr={','.join(map(str, range(1, 40)))}", "--sweep", f"seed={','.join(map(str, range(40)))}"],
         r"^the sweep has more than 1000 combinations; .*\(--sweep\)$",
     ),
-    "a name with a line break": (
-        ["--name", "a\nb"],
-        r"^the path '.*a\\nb-1' has characters that no job script can hold",
-    ),
+    "a name with a line break": (["--name", "a\nb"], r"^name is 'a\\nb'; it must be a plain file name \(--name\)$"),
+    "a folder with a line break": (["--runs", "a\nb"], r"^the path '.*' has characters that no job script can hold"),
     "a folder with a backslash": (["--runs", "a\\b"], r"^the path '.*' has a backslash, .*\(--runs\)$"),
     "an account with a line break": (["--account", "a\n#SBATCH -x"], r"^account is 'a\\n#SBATCH -x'; .*\(--account\)$"),
     "a partition that is shell code": (["--partition", "$(id)"], r"^partition is '\$\(id\)'; .*\(--partition\)$"),

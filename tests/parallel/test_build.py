@@ -276,8 +276,8 @@ def test_a_model_that_no_checkpoint_can_hold_is_refused_before_it_trains(kind: t
         with pytest.raises(
             UserError, match="'phase' of the model is of type complex128, which checkpoints cannot hold"
         ):
-            values.refuse_other(model)
+            values.refuse_other(model, has_values=True)
     else:
-        values.refuse_other(model)
+        values.refuse_other(model, has_values=True)
     model.register_buffer("phase", torch.zeros(1, dtype=kind), persistent=False)
-    values.refuse_other(model)
+    values.refuse_other(model, has_values=True)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshrun import Loss, UserError
+from meshrun import Loss
 from meshrun.errors import WrongTarget
-from meshrun.parallel.placed import PersistentBuffers, Piece, Shard, as_sums, counted, norms, persistent_buffers
+from meshrun.parallel.placed import PersistentBuffers, Piece, Shard, counted, norms, persistent_buffers
 
 
 def piece(targets: Any, rows: int, real: int) -> Piece:
@@ -56,13 +56,6 @@ def test_a_wrong_target_names_its_sample_where_it_has_one():
     with pytest.raises(WrongTarget) as raised:
         counted(torch.ones(2), piece(torch.ones(2), rows=2, real=2), wrong(2))
     assert raised.value.row == 2
-
-
-@pytest.mark.parametrize("count", [math.nan, -1.0])
-def test_a_count_that_is_none_is_refused(count: float):
-    with pytest.raises(UserError, match=f"whose count is {count}; it must be at least 0"):
-        as_sums(Loss(torch.tensor(1.0), count))
-    assert as_sums(Loss(torch.tensor(1.0), 0)).tolist() == [1.0, 0.0]
 
 
 def test_norms_of_halves_are_summed_in_fp32():

@@ -71,12 +71,13 @@ def test_connections_that_are_reset_before_they_are_accepted_end_neither_the_sto
                 assert client.recv(4) == b"ping"
 
 
+def refused(*_ends: object) -> None:
+    raise OSError(93, "Protocol not supported")
+
+
 def test_without_the_kernels_answer_for_one_connection_its_lists_are_read(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ):
-    def refused(*_ends: object) -> None:
-        raise OSError(93, "Protocol not supported")
-
     monkeypatch.setattr(owners, "_asked", refused)
     with socket.create_connection(listener.getsockname()):
         assert owner_of_peer(listener.accept()[0]) == os.geteuid()
@@ -90,11 +91,11 @@ def test_the_owner_is_found_without_a_list_of_all_connections(listener: socket.s
 
 
 def test_where_no_file_can_be_opened_nobody_is_known(listener: socket.socket, monkeypatch: pytest.MonkeyPatch):
-    def refused(*_arguments: object) -> None:
+    def full(*_arguments: object) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(owners, "_asked", refused)
-    monkeypatch.setattr(owners, "_sockets", refused)
+    monkeypatch.setattr(owners, "_asked", full)
+    monkeypatch.setattr(owners, "_sockets", full)
     with socket.create_connection(listener.getsockname()):
         assert owner_of_peer(listener.accept()[0]) is None
 
@@ -183,7 +184,8 @@ def test_a_relay_closes_the_connection_of_another_user_without_a_word():
 
 def test_an_end_that_its_process_has_closed_has_no_owner(listener: socket.socket, monkeypatch: pytest.MonkeyPatch):
     with socket.create_connection(listener.getsockname()) as near, listener.accept()[0] as far:
-        ends = owners._written(*near.getsockname()), owners._written(*near.getpeername())
+        ends = owners._written(*owners._end(near.getsockname())), owners._written(*owners._end(near.getpeername()))
         closed = owners._Socket(*ends, owners.ESTABLISHED, owner=0, inode=0)
+        monkeypatch.setattr(owners, "_asked", refused)
         monkeypatch.setattr(owners, "_sockets", lambda: iter([closed]))
         assert owner_of_peer(far) is None
