@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from meshrun import strict_json
 from meshrun.config import whole_number, write_json
-from meshrun.errors import RunFailed
+from meshrun.errors import RunFailed, printable
 
 CHUNK = 1 << 20
 PATIENCE = 60.0
@@ -158,6 +158,8 @@ def _attempt(url: str, part: Path, note: Path, told: Told) -> Sum:
 
         def redirect_request(self, request: Any, *answer: Any) -> Any:
             new = super().redirect_request(request, *answer)
+            if new is not None and not new.full_url.startswith(("http:", "https:")):
+                raise ValueError(f"the server leads to {printable(shown(new.full_url))[:200]}")
             if new is not None and _server_of(new.full_url) != _server_of(request.full_url):
                 new.remove_header("Authorization")
             return new
@@ -170,16 +172,21 @@ def _attempt(url: str, part: Path, note: Path, told: Told) -> Sum:
         if error.code == 416:  # what lies here is not the beginning of what is there
             _forget(part, note)
             raise _CutOff("the server has another file now") from error
+        said = f"the server answers {error.code} {printable(str(error.reason).partition(chr(10))[0])[:200]}".rstrip()
         if error.code in PASSING:
-            raise _CutOff(f"the server answers {error.code} {error.reason}") from error
+            raise _CutOff(said) from error
         raise RunFailed(
-            f"{shown(url)} cannot be fetched: the server answers {error.code} {error.reason}; "
-            "the address in stage_data must be one that this machine may read"
+            f"{shown(url)} cannot be fetched: {said}; the address in stage_data must be one that this machine may read"
         ) from error
     except urllib.error.URLError as error:
         raise _CutOff(str(getattr(error.reason, "strerror", None) or error.reason)) from error
     except (http.client.HTTPException, ConnectionError, TimeoutError) as error:
         raise _CutOff(str(error) or type(error).__name__) from error
+    except ValueError as error:  # of this address, or of one that the server leads to
+        raise RunFailed(
+            f"{shown(url)} cannot be fetched: it is, or leads to, no address of a web server ({error}); give another "
+            f"one in stage_data"
+        ) from error
 
 
 def _bare(url: str) -> str:

@@ -81,9 +81,13 @@ class Stage:
 
     def download(self, url: str, name: str | None = None, sha256: str | None = None) -> Path:
         """Fetch an address; `name` is what the file is called here, the last part of the address when absent."""
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise UserError(f"download({url!r}) is no address; it must begin with http:// or https://, or use copy()")
+        try:
+            parts = urllib.parse.urlsplit(url)
+            is_web = isinstance(url, str) and parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except (ValueError, AttributeError):  # a port or an IPv6 address that cannot be; no text
+            is_web = False
+        if not is_web:
+            raise UserError(f"download({url!r:.200}) is no address; it must be http(s)://HOST/…, or use copy()")
         if sha256 is not None and (len(sha256) != 64 or set(sha256.lower()) - set("0123456789abcdef")):
             raise UserError(f"sha256 of {shown(url)} is {sha256!r}; it must be 64 hexadecimal digits, or absent")
         wanted = sha256.lower() if sha256 else None

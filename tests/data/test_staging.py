@@ -129,6 +129,23 @@ def test_a_name_and_password_are_not_sent_to_where_a_server_redirects(tmp_path: 
         assert (other if elsewhere else server).authorization == (None if elsewhere else "Basic bWU6c2VjcmV0")
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://127.0.0.1:99999/x",
+        "http://127.0.0.1:x/",
+        "http://[::x/",
+        f"http://{'a' * 300}/",
+        "ftp://127.0.0.1/x",
+        "//",
+    ],
+)
+def test_a_server_that_leads_to_no_address_is_told_of_in_one_line(tmp_path: Path, server: Server, address: str):
+    server.redirects["moved"] = address
+    with pytest.raises(RunFailed, match=r"^http://127\.0\.0\.1:\d+/moved cannot be fetched: [^\n]*$"):
+        Stage(tmp_path).download(f"{server.url}/moved")
+
+
 def test_staging_again_fetches_only_what_is_wrong(tmp_path: Path, server: Server):
     server.files["b.bin"] = b"b" * 1000
     for _ in range(2):
@@ -284,7 +301,13 @@ def test_files_and_folders_are_copied_and_made_ones_added(tmp_path: Path):
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda stage: stage.download("ftp://host/x"), r"download\('ftp://host/x'\) is no address; .*http://"),
+        (
+            lambda stage: stage.download("ftp://host/x"),
+            r"download\('ftp://host/x'\) is no address; it must be http\(s\)://",
+        ),
+        (lambda stage: stage.download("http://host:99999/x"), r"download\('http://host:99999/x'\) is no address"),
+        (lambda stage: stage.download("http://[::x/y"), r"download\('http://\[::x/y'\) is no address"),
+        (lambda stage: stage.download(5), r"download\(5\) is no address"),
         (lambda stage: stage.download("http://host/"), r"would be called '' here; give it a plain name"),
         (lambda stage: stage.download("http://host/x", name="../x"), r"would be called '\.\./x' here"),
         (lambda stage: stage.download("http://host/staged.json"), r"would be called 'staged\.json' here"),
