@@ -4,14 +4,14 @@
     neighbour.send(index)                    # beside the training; `busy` until it has arrived
 
 A socket of its own, and no collective: those belong to the training, and end with it. The copy lies beside the
-neighbour's own state under the name `spare-RANK`. Anybody can connect: a sender first answers a nonce with a proof that
-it knows the word which only ranks of this run have, and until then a connection costs one descriptor for some seconds.
+neighbour's own state under the name `spare-RANK`. Sender and receiver first prove to each other that they know a secret
+which only ranks of this run have (`handshake`): nothing is kept of anybody else's, and nothing is sent to anybody else.
+Until then a connection costs the receiver one descriptor for some seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hmac
 import secrets
 import selectors
 import socket
@@ -24,18 +24,17 @@ from pathlib import Path
 from meshrun.mesh import Here
 from meshrun.state.manifest import MOST_BYTES, Index, Unfit
 from meshrun.state.memory import forget, mark
+from meshrun.store.handshake import LINE, Greeting, prove
 
-_NONCE = 32
-"""Bytes of the number that a listener sends to whoever connects."""
-_HEAD = struct.Struct("<32sQ")
-"""The proof of a sender for that number, and the length of the index that follows."""
+_LENGTH = struct.Struct("<Q")
+"""The length of the index that follows."""
 _CHUNK = 4 << 20
 _PATIENCE = 60.0
 _ARRIVED = b"!"
 _STRANGERS = 16
 """Connections that have not proved anything yet; senders do so at once."""
 _MEETING = 5.0
-"""Seconds in which a sender has proved that it knows the word."""
+"""Seconds in which a sender has proved that it knows the secret."""
 
 
 class Neighbour:
@@ -47,9 +46,9 @@ class Neighbour:
         self.notes: list[str] = []
         self._told = False
         listener = socket.create_server((here.address, 0))
-        word = here.from_rank_0(secrets.token_hex(32))
+        secret = here.from_rank_0(secrets.token_hex(32))
         seats = here.gathered((here.world.node, here.world.local_rank, *listener.getsockname()[:2]))
-        self._word, self._to = word.encode(), _partner(seats, here.rank)
+        self._secret, self._to = secret.encode(), _partner(seats, here.rank)
         threading.Thread(target=self._listen, args=(listener,), name="neighbour", daemon=True).start()
 
     @property
@@ -73,8 +72,8 @@ class Neighbour:
         path = self.memory / index.name
         try:
             with socket.create_connection(self._to, _PATIENCE) as connection, path.open("rb") as image:
-                proof = _proof(self._word, _read(connection, _NONCE), len(named))
-                connection.sendall(_HEAD.pack(proof, len(named)) + named)
+                prove(connection, self._secret)
+                connection.sendall(_LENGTH.pack(len(named)) + named)
                 connection.sendfile(image, 0, index.file.bytes)
                 connection.shutdown(socket.SHUT_WR)
                 why = None if connection.recv(1) == _ARRIVED else "the rank there did not keep it"
@@ -88,20 +87,23 @@ class Neighbour:
             )
 
     def _listen(self, listener: socket.socket) -> None:
-        door = _Door(listener, self._word)
+        door = _Door(listener, self._secret)
         while True:
-            for connection, length in door.senders():
-                receive = threading.Thread(target=self._hear, args=(connection, length), name="neighbour", daemon=True)
+            for connection in door.senders():
+                receive = threading.Thread(target=self._hear, args=(connection,), name="neighbour", daemon=True)
                 try:
                     receive.start()
                 except RuntimeError:  # no further thread can be started; other senders wait
-                    self._hear(connection, length)
+                    self._hear(connection)
 
-    def _hear(self, connection: socket.socket, length: int) -> None:
+    def _hear(self, connection: socket.socket) -> None:
         with connection, contextlib.suppress(OSError, Unfit, ValueError):
-            self._keep(connection, length)
+            self._keep(connection)
 
-    def _keep(self, connection: socket.socket, length: int) -> None:
+    def _keep(self, connection: socket.socket) -> None:
+        (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+        if length > MOST_BYTES:
+            return
         index = Index.decode(_read(connection, length))
         if not index.name.startswith("spare-"):
             return
@@ -127,32 +129,32 @@ class Neighbour:
 @dataclass
 class _Stranger:
     connection: socket.socket
-    nonce: bytes = field(default_factory=lambda: secrets.token_bytes(_NONCE))
+    greeting: Greeting
     since: float = field(default_factory=time.monotonic)
-    head: bytes = b""
+    line: bytes = b""
 
 
 class _Door:
     """Who connects, until it has proved that it is a rank of this run: few at a time, in one thread, for seconds."""
 
-    def __init__(self, listener: socket.socket, word: bytes) -> None:
-        self._listener, self._word = listener, word
+    def __init__(self, listener: socket.socket, secret: bytes) -> None:
+        self._listener, self._secret = listener, secret
         self._strangers: dict[int, _Stranger] = {}
         """By file descriptor, the oldest one first."""
         self._selector = selectors.PollSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         listener.setblocking(False)
 
-    def senders(self) -> list[tuple[socket.socket, int]]:
-        """Connections of ranks that have come within a second, each with the length of its index."""
+    def senders(self) -> list[socket.socket]:
+        """Connections of ranks that have come within a second."""
         found = []
         for ready, _ in self._selector.select(1.0):
             if ready.fileobj is self._listener:
                 self._admit()
-            elif (stranger := self._strangers.get(ready.fd)) is not None and (length := self._proven(stranger)):
+            elif (stranger := self._strangers.get(ready.fd)) is not None and self._proven(stranger):
                 self._let_go(stranger)
                 stranger.connection.settimeout(_PATIENCE)
-                found.append((stranger.connection, length))
+                found.append(stranger.connection)
         late = time.monotonic() - _MEETING
         for stranger in [each for each in self._strangers.values() if each.since < late]:
             self._show_out(stranger)
@@ -165,31 +167,32 @@ class _Door:
             time.sleep(0.05)
             return
         connection.setblocking(False)
-        stranger = _Stranger(connection)
+        stranger = _Stranger(connection, Greeting(self._secret))
         self._strangers[connection.fileno()] = stranger
         self._selector.register(connection, selectors.EVENT_READ)
         if len(self._strangers) > _STRANGERS:
             self._show_out(next(iter(self._strangers.values())))
         with contextlib.suppress(OSError):  # found out by reading
-            connection.send(stranger.nonce)
+            connection.send(stranger.greeting.challenge)
 
-    def _proven(self, stranger: _Stranger) -> int:
-        """The length of a sender's index, once it has proved that it is one; 0 until then."""
+    def _proven(self, stranger: _Stranger) -> bool:
+        """Whether a sender has proved that it is one; it has been sent this side's proof then."""
         try:
-            chunk = stranger.connection.recv(_HEAD.size - len(stranger.head))
+            chunk = stranger.connection.recv(LINE - len(stranger.line))
         except BlockingIOError:
-            return 0
+            return False
         except OSError:
             chunk = b""
-        stranger.head += chunk
-        if chunk and len(stranger.head) < _HEAD.size:
-            return 0
-        if chunk:
-            proof, length = _HEAD.unpack(stranger.head)
-            if hmac.compare_digest(proof, _proof(self._word, stranger.nonce, length)) and length <= MOST_BYTES:
-                return int(length)
+        stranger.line += chunk
+        whole = stranger.line.endswith(b"\n")
+        if chunk and not whole and len(stranger.line) < LINE:
+            return False
+        if whole and (answer := stranger.greeting.answer(stranger.line.rstrip(b"\n"))) is not None:
+            with contextlib.suppress(OSError):  # found out by reading
+                stranger.connection.send(answer)
+            return True
         self._show_out(stranger)
-        return 0
+        return False
 
     def _let_go(self, stranger: _Stranger) -> None:
         self._selector.unregister(stranger.connection)
@@ -198,11 +201,6 @@ class _Door:
     def _show_out(self, stranger: _Stranger) -> None:
         self._let_go(stranger)
         stranger.connection.close()
-
-
-def _proof(word: bytes, nonce: bytes, length: int) -> bytes:
-    """Shows that a sender knows the word, for one connection and one length of what follows."""
-    return hmac.digest(word, nonce + length.to_bytes(8, "little"), "sha256")
 
 
 def _read(connection: socket.socket, length: int) -> bytes:

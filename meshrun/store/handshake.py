@@ -16,6 +16,7 @@ import hmac
 import json
 import secrets
 import socket
+import time
 
 CLIENT, SERVER = "store client", "store server"
 LINE = 256
@@ -56,17 +57,26 @@ class Greeting:
 
 
 def prove(connection: socket.socket, secret: bytes) -> None:
-    """Prove to the listening side that this one knows the secret, and have it prove the same."""
-    challenge, nonce = _line(connection), secrets.token_hex(32)
+    """Prove to the listening side that this one knows the secret, and have it prove the same.
+
+    All of it is given the time that the connection has for one operation.
+    """
+    limit = connection.gettimeout()
+    give_up = None if limit is None else time.monotonic() + limit
+    challenge, nonce = _line(connection, give_up), secrets.token_hex(32)
     connection.sendall(f"{nonce} {proof(secret, CLIENT, challenge, nonce)}\n".encode())
-    if not is_proof(_line(connection), secret, SERVER, challenge, nonce):
+    answer = _line(connection, give_up)
+    connection.settimeout(limit)
+    if not is_proof(answer, secret, SERVER, challenge, nonce):
         raise ConnectionRefusedError("the process that listens there does not know the secret of this run")
 
 
-def _line(connection: socket.socket) -> str:
+def _line(connection: socket.socket, give_up: float | None) -> str:
     """A line, read byte by byte: what follows it belongs to the next reader."""
     line = b""
     while not line.endswith(b"\n") and len(line) < LINE:
+        if give_up is not None:
+            connection.settimeout(max(0.001, give_up - time.monotonic()))
         byte = connection.recv(1)
         if not byte:
             raise ConnectionResetError("the connection was closed before the handshake was complete")

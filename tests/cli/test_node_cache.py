@@ -122,10 +122,10 @@ def test_a_folder_that_another_has_put_there_is_refused(tmp_path: Path):
 
 def test_copies_of_a_run_that_was_killed_are_swept_by_the_next_run_of_the_user(node: Path, tmp_path: Path):
     killed, lives = (RunDirectory(tmp_path / "runs" / name) for name in ("killed-1", "lives-1"))
-    if os.fork() == 0:  # a rank that is killed, and its launcher with it
+    if (rank := os.fork()) == 0:  # a rank that is killed, and its launcher with it
         use_node(config("tmp"), killed, None, Path("node-1"), print)
         os.kill(os.getpid(), signal.SIGKILL)
-    os.wait()
+    os.waitpid(rank, 0)
     left = copies_of(config("tmp"), killed, None, Path("node-1"))
     assert left is not None and left.is_dir()
     use_node(config("tmp"), lives, None, Path("node-2"), print)

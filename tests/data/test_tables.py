@@ -365,7 +365,7 @@ WRONG: list[tuple[str, Callable[[Path], Path], str]] = [
         "t.csv has text that is not UTF-8 in line 3, byte 3; write the file as UTF-8",
     ),
     ("late latin", csv_of("a,b\n" + "1,x\n" * 9000 + "2,\xe4\n"), "not UTF-8 in line 9,002, byte 3"),
-    ("twice", csv_of("a,a\n1,x\n"), "t.csv has two columns 'a'"),
+    ("twice", csv_of("a,a\n1,x\n"), "t.csv has two columns 'a'; give each a name of its own in the first line"),
     ("empty csv", csv_of(""), "t.csv has no line with names of columns"),
     ("header only", csv_of("a,b\n"), "t.csv has no rows"),
     ("cut parquet", cut(parquet, 0.7), "t.parquet is no whole Parquet file"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -17,6 +18,7 @@ from meshrun.state import neighbour as module
 from meshrun.state.manifest import MOST_BYTES
 from meshrun.state.memory import memory_files
 from meshrun.state.neighbour import Neighbour
+from meshrun.store import handshake
 from tests.launch.command import wait_until
 
 from .test_exchange import index
@@ -90,12 +92,59 @@ def test_nothing_is_kept_of_a_sender_with_another_word(pair: Pair):
 def test_a_proof_holds_for_one_connection_alone(pair: Pair):
     named = replace(index(size=1), name="spare-00000.safetensors").encode()
     with socket.create_connection(pair.where, 5) as first, socket.create_connection(pair.where, 5) as second:
-        head = module._HEAD.pack(module._proof(b"word", module._read(first, 32), len(named)), len(named))
-        module._read(second, 32)
-        second.sendall(head + named + b"x")
+        challenge = first.recv(256).decode().strip()
+        line = f"nonce {handshake.proof(b'word', handshake.CLIENT, challenge, 'nonce')}\n".encode()
+        assert second.recv(256)
+        rest = module._LENGTH.pack(len(named)) + named + b"x"
+        second.sendall(line)
         assert closed(second) and pair.kept == []
-        first.sendall(head + named + b"x")
+        first.sendall(line)
+        assert first.recv(256)
+        first.sendall(rest)
         wait_until(lambda: pair.kept == ["spare-00000.json", "spare-00000.safetensors"], 10)
+
+
+def test_nothing_is_sent_to_a_listener_that_does_not_prove_the_secret(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    """A rank's port may be taken by another user's process once the rank is gone."""
+    monkeypatch.setattr(module, "_PATIENCE", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        pair.seats[1] = (1, 0, *impostor.getsockname())
+        heard: list[bytes] = []
+
+        def serve() -> None:
+            connection = impostor.accept()[0]
+            connection.settimeout(10)
+            with connection:
+                connection.sendall(b"0" * 64 + b"\n")
+                line = connection.recv(256)
+                # Back to its sender, as if it were a proof of this side's.
+                connection.sendall(line.split()[1] + b"\n")
+                heard.extend(iter(lambda: connection.recv(1 << 16), b""))
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        (note,) = pair.send()
+        thread.join()
+    assert "does not know the secret of this run" in note and heard == []
+
+
+def test_a_listener_that_sends_its_proof_byte_by_byte_keeps_nobody_waiting(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_PATIENCE", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as impostor:
+        pair.seats[1] = (1, 0, *impostor.getsockname())
+
+        def serve() -> None:
+            with impostor.accept()[0] as connection, contextlib.suppress(OSError):
+                for _ in range(60):
+                    connection.sendall(b"0")
+                    time.sleep(0.1)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        began = time.monotonic()
+        (note,) = pair.send()
+        assert "timed out" in note and time.monotonic() - began < 4
+        thread.join()
 
 
 def closed(connection: socket.socket) -> bool:
@@ -151,9 +200,9 @@ def say(pair: Pair, name: str, content: bytes, length: int | None = None) -> byt
     named = replace(index(size=4), name=name).encode()
     length = len(named) if length is None else length
     with socket.create_connection(pair.where, 5) as connection:
-        proof = module._proof(b"word", module._read(connection, 32), length)
+        handshake.prove(connection, b"word")
         try:
-            connection.sendall(module._HEAD.pack(proof, length) + named + content)
+            connection.sendall(module._LENGTH.pack(length) + named + content)
             connection.shutdown(socket.SHUT_WR)
             return connection.recv(1)
         except OSError:  # the other side was quicker to hang up
@@ -170,8 +219,8 @@ def test_a_copy_that_is_cut_off_is_not_kept(pair: Pair):
 
 
 def test_an_index_that_is_too_long_is_not_waited_for(pair: Pair, monkeypatch: pytest.MonkeyPatch):
-    heard: list[int] = []
-    monkeypatch.setattr(pair.keeper, "_keep", lambda _connection, length: heard.append(length))
-    assert say(pair, "spare-00001.safetensors", b"data", length=MOST_BYTES + 1) == b"" and heard == []
-    say(pair, "spare-00001.safetensors", b"data", length=MOST_BYTES)
-    wait_until(lambda: heard == [MOST_BYTES], 10)
+    asked: list[int] = []
+    read = module._read
+    monkeypatch.setattr(module, "_read", lambda wire, length: [asked.append(length), read(wire, length)][1])
+    assert say(pair, "spare-00001.safetensors", b"data", length=MOST_BYTES + 1) == b"" and asked == [8]
+    assert say(pair, "spare-00001.safetensors", b"data", length=MOST_BYTES) == b"" and asked[1:] == [8, MOST_BYTES]
