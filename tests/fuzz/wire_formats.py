@@ -137,11 +137,10 @@ def _read_copy(data: bytes, folder: Path) -> Any:
     keeper.memory = folder
     for path in folder.iterdir():
         path.unlink()
-    length = int.from_bytes(data[:2], "little")
-    with spoken(data[2:]) as connection:
+    with spoken(data) as connection:
         connection.settimeout(10)
         try:
-            keeper._keep(connection, length)
+            keeper._keep(connection)
         except (OSError, Unfit, ValueError) as error:  # as `Neighbour._hear` does
             raise UserError(str(error)) from None
     left = sorted(path.name for path in folder.iterdir())
@@ -152,7 +151,7 @@ def _read_copy(data: bytes, folder: Path) -> Any:
 
 def _copy_examples(_: Path) -> list[bytes]:
     named = replace(index(size=64), name="spare-00000.safetensors").encode()
-    return [len(named).to_bytes(2, "little") + named + bytes(range(64))]
+    return [struct.pack("<Q", len(named)) + named + bytes(range(64))]
 
 
 class _Answer(io.BytesIO):
