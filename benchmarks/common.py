@@ -126,6 +126,8 @@ def _join(rank: int, ranks: int, backend: str, meeting_point: Path) -> None:
 class Tokens:
     """Random sequences, and the token that follows each token."""
 
+    draws = False
+
     def __init__(self, vocabulary: int, context: int, length: int) -> None:
         drawn = torch.randint(vocabulary, (length, context + 1), generator=torch.Generator().manual_seed(0))
         self.rows = drawn

@@ -193,7 +193,7 @@ class Documents:
     vocabulary: int
     document: int
     summary: int
-    light = True
+    light, draws = True, False
 
     def __len__(self) -> int:
         return 256
@@ -243,7 +243,7 @@ class TransformersT5(Task):
 class Pixels:
     """Random images, all in memory, in batches that are put together already: no side spends time on reading."""
 
-    light = True
+    light, draws = True, False
 
     def __init__(self, length: int, size: int) -> None:
         generator = _drawing(0)

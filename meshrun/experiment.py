@@ -52,7 +52,8 @@ class MapDataset(Protocol):
 
     What else it may have is used where it is there: `__getitems__(ids)`, a list of samples; `batch_of(ids)`, a whole
     batch at once; `chunk`, how many neighbouring samples are best read together; `lengths(ids)`, how long each is;
-    `light`, true where reading costs next to nothing; `fingerprint`, a word that changes when the data does.
+    `light`, true where reading costs next to nothing; `draws`, false in a class that never draws from a global
+    generator of random numbers; `fingerprint`, a word that changes when the data does.
     """
 
     def __len__(self) -> int: ...

@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "mesh": {"world", "layout", "errors", "store", "typed_json"},
     "parallel": AXES_AND_STATE | {"kernels"},
     "data": AXES_AND_STATE | {"config"},  # staging writes its files like the run directory's, and knows where they lie
-    "state": AXES_AND_STATE,
+    "state": AXES_AND_STATE | {"store"},  # copies for other nodes begin with the store's handshake
     "train": GROUND | {"world", "plan", "observe", "launch", "mesh", "kernels", "parallel", "data", "state"},
 }
 """What each room may import beside itself; a room that is in no table is refused."""

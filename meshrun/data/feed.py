@@ -3,7 +3,8 @@
     for data in fed(loader.steps(0, 100), on(device), StepData.moved): …       # its batches are on the device
 
 On a GPU a thread takes batches from the loader and copies them on a stream of its own, beside the computation, some
-steps ahead. On a CPU there is nothing to bring anywhere, and no thread.
+steps ahead. Where only the calling thread may read, it does so when a batch is asked for, while the GPU still computes
+what it was given before. On a CPU there is nothing to bring anywhere, and no thread.
 """
 
 from __future__ import annotations
@@ -86,14 +87,19 @@ class _Sent:
     tensors: list[Tensor]
 
 
+Take = Callable[[], _Sent | None]
+"""The next item that was sent; None after the last one."""
+
+
 def fed(
     items: Generator[Item, None, None],
     lane: Lane | None,
     move: Callable[[Item, Move], Item],
     depth: int = 2,
     waited: Callable[[Item, float], Item] = lambda item, _: item,
+    aside: bool = True,
 ) -> Generator[Item, None, None]:
-    """The same items with their batches moved down a lane, `depth` of them ahead.
+    """The same items with their batches moved down a lane, `depth` of them ahead; not `aside`, none and by no thread.
 
     `waited` is told how long the caller was held up for an item. What goes wrong in the thread goes wrong here; and
     when this generator is closed, the items are.
@@ -101,29 +107,57 @@ def fed(
     if lane is None:
         yield from items
         return
-    room, ready, stop = threading.Semaphore(depth), queue.SimpleQueue[_Sent | BaseException | None](), threading.Event()
-    thread = threading.Thread(target=_bring, args=(items, lane, move, room, ready, stop), name="feed", daemon=True)
-    thread.start()
-    try:
+    with contextlib.ExitStack() as ending:
+        take = _by_a_thread(items, lane, move, depth, ending) if aside else _in_turn(items, lane, move, ending)
         while True:
             began = time.perf_counter()
-            found = ready.get()
+            found = take()
             if found is None:
                 return
-            if isinstance(found, BaseException):
-                raise found
-            room.release()
             lane.arrived(found.mark, found.tensors)
             item: Item = found.item
             del found
             yield waited(item, time.perf_counter() - began)
             del item
-    finally:
-        stop.set()
-        room.release()
-        # Who is in the middle of reading something long is left to it: the thread ends with the program, or when it
-        # looks up.
-        thread.join(_PATIENCE)
+
+
+def _in_turn(
+    items: Generator[Item, None, None], lane: Lane, move: Callable[[Item, Move], Item], ending: contextlib.ExitStack
+) -> Take:
+    ending.enter_context(contextlib.closing(items))
+
+    def take() -> _Sent | None:
+        with lane.open():
+            return _next(items, lane, move)
+
+    return take
+
+
+def _by_a_thread(
+    items: Generator[Item, None, None],
+    lane: Lane,
+    move: Callable[[Item, Move], Item],
+    depth: int,
+    ending: contextlib.ExitStack,
+) -> Take:
+    room, ready, stop = threading.Semaphore(depth), queue.SimpleQueue[_Sent | BaseException | None](), threading.Event()
+    thread = threading.Thread(target=_bring, args=(items, lane, move, room, ready, stop), name="feed", daemon=True)
+    thread.start()
+    # The last one first. Who is in the middle of reading something long is left to it: the thread ends with the
+    # program, or when it looks up.
+    ending.callback(thread.join, _PATIENCE)
+    ending.callback(room.release)
+    ending.callback(stop.set)
+
+    def take() -> _Sent | None:
+        found = ready.get()
+        if isinstance(found, BaseException):
+            raise found
+        if found is not None:
+            room.release()
+        return found
+
+    return take
 
 
 class _Copies:
@@ -141,6 +175,15 @@ class _Copies:
         return self.tensors[-1]
 
 
+def _next(items: Generator[Item, None, None], lane: Lane, move: Callable[[Item, Move], Item]) -> _Sent | None:
+    """The next item, on its way; None after the last one."""
+    for item in items:
+        copies = _Copies(lane)
+        moved = move(item, copies)
+        return _Sent(moved, lane.sent(), copies.tensors)
+    return None
+
+
 def _bring(
     items: Generator[Item, None, None],
     lane: Lane,
@@ -152,15 +195,9 @@ def _bring(
     """In the thread."""
     try:
         with lane.open(), contextlib.closing(items):
-            while room.acquire() and not stop.is_set():
-                try:
-                    item = next(items)
-                except StopIteration:
-                    break
-                copies = _Copies(lane)
-                moved = move(item, copies)
-                ready.put(_Sent(moved, lane.sent(), copies.tensors))
-                del item, moved, copies  # what is read next may take a while, and their memory is not small
+            while room.acquire() and not stop.is_set() and (sent := _next(items, lane, move)) is not None:
+                ready.put(sent)
+                del sent  # what is read next may take a while, and its memory is not small
     except BaseException as error:
         ready.put(error)
     else:

@@ -25,7 +25,7 @@ from meshrun.data.feed import Move
 from meshrun.data.order import Cut, Order, slice_of
 from meshrun.data.permutation import Ids
 from meshrun.data.readers import by_readers
-from meshrun.data.samples import NO_EFFORT, Collate, Effort, Read, Samples, Wanted
+from meshrun.data.samples import NO_EFFORT, Collate, Effort, Read, Samples, Wanted, may_draw
 from meshrun.experiment import MapDataset
 
 
@@ -175,18 +175,26 @@ def _read(dataset: MapDataset, pieces: Iterator[Wanted], reading: Reading) -> Ge
     samples = Samples(dataset, reading.collate, reading.skip_bad, reading.seed)
     found = (measured(samples, piece) for piece in pieces)
     here = (read.pin_memory() for read in found) if reading.pin else found
-    if not reading.workers or (reading.pin and is_decoded(dataset)):
+    if not reading.workers or (reading.pin and is_decoded(dataset, reading)):
         return here
     by_others = partial(by_readers, count=reading.workers, ahead=reading.prefetch, pin=reading.pin, seed=reading.seed)
     if not reading.pin:
         return by_others(samples, pieces)
     # Beside a GPU a thread reads: what has come to be in memory, it copies sooner than others send it.
-    return _one_after_the_other(by_others(samples, _until_decoded(dataset, pieces)), here)
+    return _one_after_the_other(by_others(samples, _until_decoded(dataset, reading, pieces)), here)
 
 
-def is_decoded(dataset: MapDataset) -> bool:
+def is_decoded(dataset: MapDataset, reading: Reading) -> bool:
     """Whether all samples have come to be in memory, in the form in which they are needed."""
-    return bool(getattr(dataset, "decoded", False))
+    return bool(getattr(dataset, "decoded", False)) and not may_draw(dataset, reading.collate)
+
+
+def is_for_a_thread(dataset: MapDataset, reading: Reading) -> bool:
+    """Whether a thread beside the computation may read: what it runs in this process draws no random numbers.
+
+    The global generators are the model's too. Seeded and put back by a thread, they would give it other numbers.
+    """
+    return reading.workers > 0 or not may_draw(dataset, reading.collate)
 
 
 def is_light(dataset: MapDataset) -> bool:
@@ -194,9 +202,9 @@ def is_light(dataset: MapDataset) -> bool:
     return bool(getattr(dataset, "light", isinstance(dataset, TensorDataset | Tensor | list | tuple)))
 
 
-def _until_decoded(dataset: MapDataset, pieces: Iterator[Wanted]) -> Iterator[Wanted]:
+def _until_decoded(dataset: MapDataset, reading: Reading, pieces: Iterator[Wanted]) -> Iterator[Wanted]:
     """What is left to processes that decode; the rest stays in `pieces`."""
-    while not is_decoded(dataset) and (piece := next(pieces, None)) is not None:
+    while not is_decoded(dataset, reading) and (piece := next(pieces, None)) is not None:
         yield piece
 
 
@@ -212,7 +220,7 @@ def readers_of_a_rank(cores: int, threads: int, on_gpu: bool, light: bool) -> in
     """How many processes should read for a rank that has so many cores, on which so many threads compute.
 
     Beside a GPU one core is left to the rank itself; where ranks compute on their cores, readers get what is left. A
-    light dataset needs none: the rank reads it by itself, on a GPU beside the computation.
+    light dataset needs none: the rank reads it by itself, on a GPU beside the computation if it draws nothing.
     """
     if light:
         return 0

@@ -9,7 +9,8 @@ that has no other samples is filled with one that can be read and does not count
 
 A dataset may draw from Python's, NumPy's or torch's global generator. The first batch that does is read again, sample
 by sample, and so are all batches after it: the generators are seeded by (seed, epoch, sample) before each `data[i]`,
-and put back after the batch. A collate function that draws gets a seed of its batch, which depends on the mesh.
+and put back after the batch. A collate function that draws gets a seed of its batch, which depends on the mesh. The
+generators are the whole process's: whoever reads this way must not do so in a thread beside a model that draws too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import Dataset, TensorDataset, default_collate
 from torch.utils.data._utils.pin_memory import pin_memory
 
 from meshrun.data import seeding
@@ -90,6 +91,7 @@ class Samples(Dataset[Read]):
         self, dataset: MapDataset, collate: Collate | None = None, skip_bad: bool = False, seed: int = 0
     ) -> None:
         self.dataset, self.skip_bad, self.seed = dataset, skip_bad, seed
+        self._may_draw = may_draw(dataset, collate)
         self.draws = False
         """Whether a batch was seen to draw from a global generator."""
         self._collate = collate or default_collate
@@ -97,6 +99,8 @@ class Samples(Dataset[Read]):
         self._many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
 
     def __getitem__(self, wanted: Wanted) -> Read:
+        if not self._may_draw:  # a thread may read it, beside a model that draws
+            return self._read(wanted)
         if not self.draws:
             before = seeding.snapshot()
             try:
@@ -211,6 +215,16 @@ class Samples(Dataset[Read]):
             f"neither sample {near} nor any of the {min(TRIES, len(self.dataset))} after it can be read, the last one "
             f"because of: {why}; what --skip-bad-samples goes on without are single samples"
         )
+
+
+def may_draw(dataset: MapDataset, collate: Collate | None) -> bool:
+    """Whether reading runs code that may draw from a global generator; a class says that of itself alone."""
+    kind = type(dataset)
+    if collate is not None:
+        return True
+    if "draws" in vars(kind):
+        return bool(getattr(dataset, "draws", True))
+    return kind not in (TensorDataset, Tensor, list, tuple)
 
 
 def refuse_lost_rows(batch: Any, samples: int, maker: str) -> None:

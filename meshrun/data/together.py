@@ -21,7 +21,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from meshrun.data.effort import measured
 from meshrun.data.feed import Lane, Move, fed, mapped
-from meshrun.data.loader import Loader, Plan, StepData, is_decoded, is_light
+from meshrun.data.loader import Loader, Plan, StepData, is_decoded, is_for_a_thread, is_light
 from meshrun.data.samples import Read, Samples, Wanted
 
 MOST_SAMPLES = 64
@@ -61,7 +61,8 @@ def coming(
     """The steps from `start` up to `stop`, moved down a lane if there is one."""
     if lane is None:
         return loader.steps(start, stop)
-    return apart(fed(grouped(loader, start, stop), lane, Group.moved, waited=Group.after), augment)
+    aside = is_for_a_thread(loader.dataset, loader.reading)
+    return apart(fed(grouped(loader, start, stop), lane, Group.moved, waited=Group.after, aside=aside), augment)
 
 
 def grouped(loader: Loader, start: int, stop: int) -> Generator[Group, None, None]:
@@ -124,7 +125,7 @@ def _has_rows(leaves: list[Any], rows: int) -> bool:
 def _form_to_group(loader: Loader, data: StepData) -> Form | None:
     """The form of samples where the steps after this one may come together, else None."""
     dataset, reading, rows = loader.dataset, loader.reading, -(-loader.order.batch // loader.of)
-    in_memory = is_decoded(dataset) or (is_light(dataset) and not reading.workers)
+    in_memory = is_decoded(dataset, reading) or (is_light(dataset) and not reading.workers)
     if 2 * rows > MOST_SAMPLES or not in_memory or reading.collate is not None or len(data.pieces) != 1:
         return None
     form = form_of(data.batches[0], len(data.pieces[0]))

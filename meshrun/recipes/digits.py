@@ -38,7 +38,7 @@ def stage_data(stage: Stage) -> None:
 class Digits:
     """A split of the digits, held in memory: 28 x 28 pixels and the digit that they show."""
 
-    light = True
+    light, draws = True, False
 
     def __init__(self, split: str, full: bool = False) -> None:
         part = "test" if split == "test" else "train"

@@ -511,6 +511,8 @@ class Words:
 class Pairs:
     """Documents and their summaries as tokens: the rows of a table that belong to a split."""
 
+    draws = False
+
     def __init__(self, table: Table, rows: NDArray[np.int64], words: Words, shape: Shape) -> None:
         self.table, self.rows, self.words, self.shape = table, rows, words, shape
         meant = (table.fingerprint, words.fingerprint, words.prefix, shape.document, shape.summary)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from meshrun.data.feed import fed, on, to_device
-from meshrun.data.loader import Evaluated, Reading, evaluation_batches
+from meshrun.data.loader import Evaluated, Reading, evaluation_batches, is_for_a_thread
 from meshrun.errors import SharedError, UserError, WrongTarget
 from meshrun.experiment import Experiment, Metric
 from meshrun.mesh import Here
@@ -117,7 +117,8 @@ def _own_sums(
                 skipped += len(each.bad)
             yield Piece(*as_pair(to_device(each.batch, here.device)), each.ids, each.real)
 
-    with contextlib.closing(fed(read, on(here.device), Evaluated.moved)) as batches:
+    aside = is_for_a_thread(experiment.evals[name], reading)
+    with contextlib.closing(fed(read, on(here.device), Evaluated.moved, aside=aside)) as batches:
         try:
             sums = placed.scores(pieces(batches), functions)
         except WrongTarget as wrong:

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Subset, TensorDataset
 
+from meshrun import ImageFolder, Table
 from meshrun.data import seeding
-from meshrun.data.loader import Loader, Reading, evaluation_batches
+from meshrun.data.loader import Loader, Reading, evaluation_batches, is_decoded, is_for_a_thread
 from meshrun.data.order import Cut, Order
-from meshrun.data.samples import Samples, Wanted
+from meshrun.data.samples import Samples, Wanted, may_draw
+from meshrun.data.together import coming
+from tests.data.test_image_folder import written
+from tests.data.test_together import Way
 
 LENGTH, BATCH = 23, 8
 
@@ -135,3 +143,66 @@ def test_an_error_comes_from_the_sample_that_its_seed_spoils():
     runs = [Samples(Spoiled(), skip_bad=True, seed=1)[Wanted(ids, len(ids), epoch=0)].bad
             for ids in (list(range(LENGTH)), list(range(LENGTH))[::-1])]  # fmt: skip
     assert runs[0] and sorted(runs[0]) == sorted(runs[1])
+
+
+class Slow(Noisy):
+    """Takes so long that a model draws meanwhile."""
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        time.sleep(0.004)
+        return super().__getitem__(index)
+
+
+class SlowAndStill(Slow):
+    draws = False
+
+
+def drawn_beside(data: Slow, lane: Way | None) -> tuple[list[object], list[list[float]]]:
+    """What a model draws that computes as long as a batch takes to be read, and what the data has drawn."""
+    random.seed(1), np.random.seed(2), torch.manual_seed(3)
+    own, noise = [], []
+    loader = Loader(data, Order(LENGTH, BATCH, seed=7), 0, 1, Reading(seed=7))
+    with contextlib.closing(coming(loader, 0, 6, lane, lambda _step, inputs, _ids: inputs)) as steps:
+        for step in steps:
+            for _ in range(8):
+                own.append((random.gauss(0, 1), np.random.randn(), torch.rand(()).item()))
+                time.sleep(0.004)
+            noise += step.batches[0][0].tolist()
+    return own, noise
+
+
+@pytest.mark.parametrize("data", [Slow("all"), SlowAndStill("none")], ids=["draws", "draws nothing"])
+def test_beside_a_device_model_and_data_draw_what_they_draw_alone(data: Slow):
+    assert drawn_beside(data, Way()) == drawn_beside(data, None)
+
+
+class Augmented(ImageFolder):
+    pass
+
+
+class Shifted(TensorDataset):
+    pass
+
+
+def test_only_what_says_so_of_itself_is_left_to_a_thread(tmp_path: Path):
+    written(tmp_path / "pictures", "a/1.png")
+    (tmp_path / "rows.csv").write_text("x\n1\n")
+    rows = torch.zeros(2)
+    folder, table = tmp_path / "pictures", tmp_path / "rows.csv"
+    still = [TensorDataset(rows), [rows], rows, ImageFolder(folder, 8), Table(table), SlowAndStill("none")]
+    assert not any(may_draw(each, None) for each in still)
+    assert all(may_draw(each, list) for each in still), "a collate function is the user's"
+    moved = [Shifted(rows), Augmented(folder, 8), Table(table, transform=dict), Slow("all"), Subset(still[0], [0])]
+    assert all(may_draw(each, None) for each in moved)
+    assert [is_for_a_thread(Slow("all"), Reading(workers=count)) for count in (0, 1)] == [False, True]
+
+
+def test_what_is_decoded_and_may_draw_stays_with_readers():
+    class Decoded(Noisy):
+        decoded = True
+
+    class Still(Decoded):
+        draws = False
+
+    assert is_decoded(Still("none"), Reading()) and not is_decoded(Decoded("all"), Reading())
+    assert not is_decoded(Still("none"), Reading(collate=list))

@@ -42,6 +42,8 @@ class ImageFolder(Source):
     validation.
     """
 
+    draws = False
+
     def __init__(
         self, folder: str | Path, size: int = 224, *, keep: bool | None = None, classes: Sequence[str] | None = None
     ) -> None:

@@ -39,6 +39,8 @@ _AS_TENSORS = {"f8": "f4", "c16": "c8", "u2": "i4", "u4": "i8", "u8": "i8"}
 class Hdf5(Source):
     """Samples of a group of an HDF5 file; images that are stored encoded (`bytes`, `offsets`) need a `size`."""
 
+    draws = False
+
     def __init__(
         self,
         path: str | Path,

@@ -78,6 +78,11 @@ class Table:
         self.light = transform is None
         self._open()
 
+    @property
+    def draws(self) -> bool:
+        """Whether a sample may be drawn at random."""
+        return self.transform is not None
+
     def _open(self) -> None:
         kind, files, picked = files_of(self.path)
         self._parts = parts_of(self.path, kind, files, self.columns)

@@ -46,7 +46,7 @@ Inputs = Tensor | dict[str, Tensor]
 class TokenFile:
     """Windows of `context` tokens, and the token that follows each of them."""
 
-    light = True
+    light, draws = True, False
 
     def __init__(
         self,
