@@ -131,7 +131,8 @@ def test_what_the_caller_was_held_up_is_told():
 
 def test_who_may_not_leave_it_to_a_thread_reads_and_copies_when_it_asks():
     road, read, closed = Road(), [], []
-    items = fed(numbers(5, read, closed), road, move, waited=lambda item, _: item + 1000, aside=False)
+    source = numbers(5, read, closed)  # held here, so that only `fed` closes it
+    items = fed(source, road, move, waited=lambda item, _: item + 1000, aside=False)
     assert [next(items).item() for _ in range(3)] == [1100, 1101, 1102] and read == [0, 1, 2]
     here = threading.current_thread().name
     assert road.log[:2] == ["open", ("copy", here)] and road.log[2] == "closed" and road.log[3][3] == here
