@@ -51,7 +51,9 @@ RANGES = {
 A_YEAR = 365 * 24 * 3600
 UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 SECRET = re.compile(
-    r"(?:.*[-_.])?(?:token|secret|password|passwd|passphrase|credentials?|(?:api|access|private|secret)[-_]?key)", re.I
+    r".*(?:token|secret|password|passwd|passphrase|credentials?)"
+    r"|(?:.*[-_.])?(?:pwd|auth|bearer|(?:api|access|private|secret|auth|account|wandb)[-_]?key)",
+    re.I,
 )
 """Names of options whose values are nobody else's business."""
 HIDDEN = "(hidden)"
@@ -264,10 +266,19 @@ def without_secrets(words: Iterable[str]) -> tuple[str, ...]:
     return tuple(shown)
 
 
-def _mode_of(config: RunConfig) -> int:
+def _mode_of(document: dict[str, Any]) -> int:
     """Who may read config.json: its owner alone, where it holds a secret; else whom the umask lets."""
-    secret = any(map(is_secret, config.options)) or without_secrets(config.arguments) != config.arguments
-    return 0o600 if secret else 0o666
+    return 0o600 if _holds_secret(document) else 0o666
+
+
+def _holds_secret(value: Any, name: str = "") -> bool:
+    """Whether a document has a secret: an option that was given, the default of one, or one of an earlier start."""
+    if isinstance(value, dict):
+        return any(_holds_secret(inner, str(key)) for key, inner in value.items())
+    if isinstance(value, list) and all(isinstance(each, dict) for each in value):
+        return any(map(_holds_secret, value))
+    words = name == "arguments" and isinstance(value, list) and without_secrets(map(str, value)) != tuple(value)
+    return words or (is_secret(name) and not isinstance(value, bool) and value not in (None, ""))
 
 
 def option_fields() -> list[dataclasses.Field[Any]]:
@@ -332,7 +343,7 @@ class RunDirectory:
         document = {"format": FORMAT, "config": config.to_json(), "resolved": resolved}
         if history := self.document().get("history"):
             document["history"] = history
-        write_json(self.path / "config.json", document, _mode_of(config))
+        write_json(self.path / "config.json", document, _mode_of(document))
 
     @contextlib.contextmanager
     def renewed(self, config: RunConfig, read: dict[str, Any]) -> Iterator[None]:
@@ -347,12 +358,12 @@ class RunDirectory:
         latest = {name: value for name, value in before.items() if name != "history"}
         history = [*before.get("history", []), latest]
         document = {"format": FORMAT, "config": config.to_json(), "history": history}
-        write_json(self.path / "config.json", document, _mode_of(config))
+        write_json(self.path / "config.json", document, _mode_of(document))
         try:
             yield
         except UserError:
             with contextlib.suppress(OSError):
-                write_json(self.path / "config.json", before, _mode_of(config))
+                write_json(self.path / "config.json", before, _mode_of(before))
             raise
 
     def document(self) -> dict[str, Any]:
@@ -506,7 +517,7 @@ def memory_of_user() -> Path:
     which later processes of this user find it; the oldest one counts where two processes have made one each.
     """
     usual = MEMORY / f"meshrun-{os.getuid()}"
-    own = filter(_is_private, (usual, *sorted(MEMORY.glob(f"{usual.name}.*"))))
+    own = filter(is_private, (usual, *sorted(MEMORY.glob(f"{usual.name}.*"))))
     new = usual.with_name(f"{usual.name}.{time.time_ns():020d}-{secrets.token_hex(16)}")
     return next(own, new if os.path.lexists(usual) else usual)
 
@@ -533,13 +544,23 @@ def made_private(folder: Path) -> bool:
     """Make a folder for this user alone; False where it is not, since another one may have been there first."""
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
-    return _is_private(folder)
+    return is_private(folder)
 
 
-def _is_private(folder: Path) -> bool:
+def is_private(folder: Path) -> bool:
     """Whether a folder is there that only this user can write to."""
     try:
         found = folder.lstat()  # a link would lead to what its maker has chosen
-    except FileNotFoundError:
+    except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
+
+
+def all_can_exchange(folder: Path) -> Path | None:
+    """A folder above this one in which every user can rename what lies there, and put other things in its place."""
+    for above in folder.absolute().parents:
+        with contextlib.suppress(OSError):
+            mode = above.stat().st_mode
+            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+                return above
+    return None

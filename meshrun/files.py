@@ -3,6 +3,9 @@
 with open_plain(path) as file:      # an OSError where the path is no plain file
     file.read()
 read_plain(path)                    # all bytes of a plain file
+read_own(path)                      # the same of a file that belongs to this user, and is no link
+with new_file(path) as file:        # to write to: never through a link, nor into what lies there already
+    file.write(data)
 """
 
 from __future__ import annotations
@@ -23,6 +26,28 @@ def open_plain(path: Path | str | bytes) -> io.FileIO:
         code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(code, "it is no plain file", os.fspath(path))
     return io.FileIO(descriptor)
+
+
+def read_own(path: Path) -> bytes:
+    """All bytes of a plain file of this user; an OSError for a link, or for a file of another user.
+
+    For names that others can guess in folders that they may write to.
+    """
+    with io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.getuid() or not stat.S_ISREG(found.st_mode):
+            raise PermissionError(errno.EPERM, "it is no plain file of this user", os.fspath(path))
+        return file.readall()
+
+
+def new_file(path: Path, mode: int = 0o666) -> io.BufferedWriter:
+    """A new file to write to, in the place of one that may lie there; an OSError where another user has just made one.
+
+    To write through a link that lies there would change the file of whoever's it leads to.
+    """
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    return os.fdopen(descriptor, "wb")
 
 
 def read_plain(path: Path) -> bytes:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from meshrun.check.armed import Control
 from meshrun.check.disk import Disk
-from meshrun.config import RunDirectory
+from meshrun.config import RunDirectory, write_whole
 from meshrun.observe.events import Event, read_events
 from meshrun.observe.pulse import PulseView, Reading
 from meshrun.state import catalog
@@ -74,7 +74,7 @@ class Scene:
         self.seen: set[int] = set()
         """Every process that this run is known to have had."""
         self._options = folder / "options.json"
-        self._options.write_text(json.dumps(document))
+        write_whole(self._options, json.dumps(document), 0o600)  # which may hold a secret
         self._log = (folder / "launcher.log").open("ab")
         self.launcher: subprocess.Popen[bytes] | None = None
         self._total = 0

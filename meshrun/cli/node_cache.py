@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from meshrun.config import MEMORY, RunConfig, RunDirectory, made_private
+from meshrun.config import MEMORY, RunConfig, RunDirectory, is_private, made_private
 from meshrun.data import cache
 from meshrun.errors import UserError
 from meshrun.launch.memory import is_locked
@@ -46,7 +46,7 @@ def copies_of(config: RunConfig, run: RunDirectory, site: Site | None, memory: P
     chosen = disks.choose(config.cache, found, disks.look("memory", MEMORY, listed))
     # How much room there is changes with the first copy: whoever comes later goes where the first one went.
     mine = _all_places(run, site, memory)
-    return next((each for each in mine.values() if each.is_dir()), None) or mine[chosen or MEMORY]
+    return next(filter(is_private, mine.values()), None) or mine[chosen or MEMORY]
 
 
 def _all_places(run: RunDirectory, site: Site | None, memory: Path | None) -> dict[Path, Path]:
@@ -69,6 +69,9 @@ def use_node(
             _holding = _held(copies)
     except OSError as error:
         note(f"data files are read where they are: cannot make {copies}: {error.strerror} (--cache)")
+        copies = None
+    except UserError as error:  # its name can be guessed: another user may have taken it
+        note(f"data files are read where they are: {error}")
         copies = None
     cache.use(copies, memory / "shared" if memory is not None else None, note)
 

@@ -25,7 +25,7 @@ from typing import Any
 
 import meshrun.recipes
 from meshrun.cli.options import options_of
-from meshrun.config import DATA
+from meshrun.config import DATA, without_secrets
 from meshrun.data.staging import Place, missing_of, use
 from meshrun.errors import RunFailed, UserError, described
 from meshrun.experiment import Experiment
@@ -252,4 +252,5 @@ def place_of(target: Target, given: dict[str, Any], data: Path) -> Place:
             words.append(f"--{flag}={','.join(map(str, value)) if isinstance(value, list) else value}")
     if data != DATA:
         words += ["--data", str(data)]
-    return Place(data / target.path.stem, shlex.join(words))
+    # The command stands in sentences, which logs and reports keep.
+    return Place(data / target.path.stem, shlex.join(without_secrets(words)))

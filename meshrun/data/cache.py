@@ -31,7 +31,7 @@ from weakref import WeakValueDictionary, finalize
 import numpy as np
 from numpy.typing import NDArray
 
-from meshrun.config import made_private
+from meshrun.config import all_can_exchange, made_private
 from meshrun.errors import RunFailed
 
 Note = Callable[[str], None]
@@ -93,7 +93,7 @@ def cached(path: Path, note: Note | None = None) -> Path:
     # A name for each state of the file: file systems differ in how exactly they keep times.
     state = hashlib.sha256(f"{found.st_size} {found.st_mtime_ns}".encode()).hexdigest()[:8]
     try:
-        own = _own_part(folder)
+        own = own_part(folder)
         copy = own / f"{path.stem}-{key}-{state}{path.suffix}"
         _originals[copy] = path
         if _is_whole(copy, found.st_size):
@@ -122,7 +122,7 @@ def cached(path: Path, note: Note | None = None) -> Path:
         os.close(lock)
 
 
-def _own_part(folder: Path) -> Path:
+def own_part(folder: Path) -> Path:
     """The folder itself, where only this user can write; else a folder of this user alone in it.
 
     Who can write to a folder can put anything there under the name of a copy, or a link under the name of a lock. Its
@@ -130,6 +130,8 @@ def _own_part(folder: Path) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     found = folder.stat()
+    if (above := all_can_exchange(folder)) is not None:
+        raise OSError(errno.EPERM, f"others can rename what is in {above} (chmod +t keeps them from it)")
     if found.st_uid == os.getuid() and not found.st_mode & 0o022:
         return folder
     if found.st_uid not in (0, os.getuid()) or (found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX):
@@ -177,9 +179,12 @@ def _copy(path: Path, copy: Path, found: os.stat_result, tell: Note) -> None:
 
 
 def _remove_older(folder: Path, prefix: str, copy: Path) -> None:
-    """Copies of what the file was before; whoever still reads one is told that the file has changed."""
+    """Copies of what the file was before; whoever still reads one is told that the file has changed.
+
+    Also what somebody has left who was killed while he copied: nobody else copies this file now.
+    """
     for each in folder.iterdir():
-        if each.name.startswith(prefix) and each != copy:
+        if each.name.startswith((prefix, f".{prefix}")) and each != copy:
             each.unlink(missing_ok=True)
 
 

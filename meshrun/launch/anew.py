@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
 from meshrun import strict_json
 from meshrun.config import RunConfig, RunDirectory, write_json
+from meshrun.files import read_own
 from meshrun.world import World
 from meshrun.world.slurm import place_in_job, restart_count
 
@@ -44,8 +46,10 @@ def _noted(note: Path, start: int) -> RunDirectory | None:
     if not start:
         return None
     try:
-        found = strict_json.loads(note.read_text())
+        # Others may be able to write there: the config.json of a run decides what its ranks execute.
+        found = strict_json.loads(read_own(note))
         run = RunDirectory(Path(found["run"]))
-        return run if found["start"] < start and (run.path / "config.json").is_file() else None
+        own = run.path.stat().st_uid == os.getuid()
+        return run if found["start"] < start and own and (run.path / "config.json").is_file() else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

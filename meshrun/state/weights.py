@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 from meshrun import strict_json
 from meshrun.errors import UserError
+from meshrun.files import new_file
 
 
 def save_weights(weights: Mapping[str, Tensor], path: Path, about: Mapping[str, Any]) -> None:
@@ -48,10 +50,11 @@ def save_tensors(tensors: dict[str, Tensor], path: Path, about: Mapping[str, Any
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
     """A name to write to; what was written is flushed and renamed: the file is the old or the new one, whole."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    # A name that nobody guesses: where others may write, a link under it would lead to a file of their choice.
+    beside = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        beside.touch()
+        new_file(beside).close()
         mode = beside.stat().st_mode  # by the umask, and not for its owner alone as safetensors makes it
         yield beside
         beside.chmod(mode)

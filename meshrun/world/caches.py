@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshrun.config import made_private
+from meshrun.config import all_can_exchange, made_private
 
 CODE, KERNELS = "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"
 
@@ -57,11 +57,13 @@ def settings(env: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
     if folder is None:
         return {}, f"{lost}: there is no home directory ($HOME, $XDG_CACHE_HOME)"
     try:
-        private = made_private(folder)
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private = made_private(folder) and all_can_exchange(folder) is None
     except OSError as error:
         return {}, f"{lost}: {folder}: {error.strerror or error} ($XDG_CACHE_HOME)"
     if not private or not os.access(folder, os.W_OK):
         return {}, (
-            f"{lost}: {folder} must be a folder of yours that you and nobody else may write to ($XDG_CACHE_HOME)"
+            f"{lost}: {folder} must be a folder of yours that you and nobody else may write to, nor all users to one "
+            f"above it ($XDG_CACHE_HOME)"
         )
     return {CODE: str(folder), KERNELS: env.get(KERNELS) or str(folder / "triton")}, None

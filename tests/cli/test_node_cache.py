@@ -149,3 +149,19 @@ def test_copies_that_are_just_being_made_and_those_of_other_users_are_not_swept(
         another.rename(node / f"meshrun-{os.getuid() + 1}-another-node")
     sweep([node])
     assert new.exists() and not old.exists() and len(list(node.iterdir())) == 2
+
+
+def test_a_name_that_another_user_has_taken_costs_a_note_and_nothing_else(node: Path, tmp_path: Path):
+    """It follows from the run's path, which others may know."""
+    run, said = RunDirectory(tmp_path / "runs" / "a-1"), list[str]()
+    taken = copies_of(config("tmp"), run, None, None)
+    assert taken is not None and taken.parent == node
+    taken.mkdir()
+    taken.chmod(0o777)
+    use_node(config("tmp"), run, None, None, said.append)
+    assert cache.folder() is None
+    assert said == [
+        f"data files are read where they are: {taken} is not this user's alone; have it removed, or name "
+        "another folder (--cache)"
+    ]
+    assert copies_of(config("memory"), run, None, None) != taken, "it stands for no folder of this run"

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from meshrun.cli.provenance import MOST_TEXT, name_of, options_used, program_of
-from meshrun.config import without_secrets
+from meshrun.cli.target import find, place_of
+from meshrun.config import RunConfig, RunDirectory, is_secret, without_secrets
 from tests.launch.command import meshrun
 
 PROGRAM = """
@@ -157,6 +158,36 @@ def test_the_value_of_an_option_that_is_a_secret_is_in_no_file_that_others_can_r
 def test_words_that_are_written_down_hide_the_values_of_secrets():
     words = ["run", "--api-key=x", "--password", "y", "--lr", "1"]
     assert without_secrets(words) == ("run", "--api-key=(hidden)", "--password", "(hidden)", "--lr", "1")
+
+
+@pytest.mark.parametrize("name", ["hftoken", "authToken", "--dbpassword", "wandb_key", "smtp-pwd", "basic_auth"])
+def test_secrets_are_known_by_their_names_however_these_are_put_together(name: str):
+    assert is_secret(name)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "tokenizer", "key", "author", "path", "seed"])
+def test_names_of_other_things_are_no_secrets(name: str):
+    assert not is_secret(name)
+
+
+def test_a_secret_that_is_a_default_or_of_an_earlier_start_is_for_the_owner_alone(tmp_path: Path):
+    run = RunDirectory.create(RunConfig("digits", runs=tmp_path))
+    assert mode_of(run) != 0o600
+    run.save_config(RunConfig("digits", runs=tmp_path), {"options": {"hub_token": "s3cr3t"}})
+    assert mode_of(run) == 0o600
+    with run.renewed(RunConfig("digits", runs=tmp_path), run.document()):
+        assert mode_of(run) == 0o600, "the history holds it"
+
+
+def mode_of(run: RunDirectory) -> int:
+    return stat.S_IMODE((run.path / "config.json").stat().st_mode)
+
+
+def test_the_command_for_missing_files_hides_secrets(tmp_path: Path):
+    """It stands in sentences that logs, events and reports keep."""
+    (tmp_path / "secretive.py").write_text(SECRETIVE)
+    place = place_of(find(str(tmp_path / "secretive.py")), {"hub_token": "s3cr3t", "max_tokens": 3}, Path("data"))
+    assert "s3cr3t" not in place.command and "--max-tokens=3" in place.command
 
 
 def test_the_record_says_whether_git_knows_a_program_and_whether_it_was_changed(tmp_path: Path):

@@ -245,3 +245,24 @@ def test_a_copy_or_lock_of_another_user_is_not_believed(original: Path, tmp_path
     copy.unlink()
     assert cache.cached(original) == original
     assert victim.read_text() == "my thesis" and "--cache" in places[0]
+
+
+def test_half_a_copy_of_somebody_who_was_killed_goes_with_the_next_copy(
+    original: Path, tmp_path: Path, places: list[str]
+):
+    cache.use(tmp_path / "node", None, places.append)
+    copy = cache.cached(original)
+    half = copy.with_name(f".{copy.name}.part")
+    copy.rename(half)
+    original.write_bytes(b"other")
+    assert cache.cached(original).read_bytes() == b"other" and not half.exists()
+
+
+def test_nothing_is_copied_below_a_folder_where_all_users_can_rename_things(
+    original: Path, tmp_path: Path, places: list[str]
+):
+    (tmp_path / "open" / "mine").mkdir(parents=True)
+    (tmp_path / "open").chmod(0o777)
+    cache.use(tmp_path / "open" / "mine", None, places.append)
+    assert cache.cached(original) == original
+    assert f"others can rename what is in {tmp_path / 'open'}" in places[0]

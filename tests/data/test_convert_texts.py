@@ -431,3 +431,20 @@ def test_the_command_line(folder: Path, tmp_path: Path, capfd: pytest.CaptureFix
     ]:
         assert status(*words) == 2
         assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("planted", ["link", "folder"])
+def test_parts_are_not_kept_in_a_folder_that_another_has_put_there(planted: str, folder: Path, tmp_path: Path):
+    """Beside a result in a folder that all may write to, such as /tmp: parts and lists would go where he wants."""
+    precious, parts = tmp_path / "precious", tmp_path / ".out.tokens.parts"
+    precious.write_text("years of work")
+    if planted == "link":
+        (tmp_path / "theirs").mkdir()
+        parts.symlink_to(tmp_path / "theirs")
+    else:
+        parts.mkdir()
+        parts.chmod(0o777)
+    (parts / "inputs.jsonl.new").symlink_to(precious)
+    with pytest.raises(UserError, match=r"out\.tokens\.parts, .* must be a folder that this user alone can write to"):
+        convert(folder, tmp_path / "out.tokens", vocabulary=300)
+    assert precious.read_text() == "years of work"

@@ -836,3 +836,38 @@ def test_names_of_twenty_thousand_columns_are_read_in_time_and_not_all_listed(tm
     with pytest.raises(UserError, match=r"has no column 'a'; it has 'c0', .* and 19,980 others$"):
         Table(tmp_path / "t.csv", columns=["a"])
     assert Table(tmp_path / "t.csv")[0]["c19999"] == 1
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of others")
+@pytest.mark.parametrize("planted", ["link", "rows"])
+def test_in_a_folder_for_copies_that_others_can_write_to_nothing_planted_is_read_or_written(
+    planted: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The name of what is made of a file can be guessed from the file."""
+    monkeypatch.setattr(once, "_make", lambda *_: pytest.fail("tells the name"))
+    shared, source = tmp_path / "shared", comma(ROWS, tmp_path)
+    shared.mkdir()
+    shared.chmod(0o1777)
+    cache.use(shared, None, lambda _: None)
+    names: list[str] = []
+    monkeypatch.setattr(once, "_found_or_made", lambda path, _make: names.append(path.name))
+    once.once(source, "x", lambda _: None)
+    monkeypatch.undo()
+    precious = tmp_path / "precious"
+    precious.write_text("years of work")
+    if planted == "link":
+        (shared / names[0]).symlink_to(precious)
+    else:
+        (shared / names[0]).write_text("rows of another user")
+        os.chown(shared / names[0], 12345, -1)
+
+    def make(path: Path) -> None:
+        path.write_text("own rows")
+
+    cache.use(shared, None, lambda _: None)
+    try:
+        made = once.once(source, "x", make)
+    finally:
+        cache.use(None, None)
+    assert made is not None and made.read_text() == "own rows" and made.stat().st_uid == os.getuid()
+    assert precious.read_text() == "years of work"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 
 import pytest
 
-from meshrun.config import RunConfig
+from meshrun.config import RunConfig, RunDirectory
 from meshrun.launch.anew import run_of
 from meshrun.world import detect
 
@@ -75,3 +77,19 @@ def test_a_run_that_was_removed_is_made_anew(tmp_path: Path):
 def test_the_words_of_the_command_do_not_make_another_run(tmp_path: Path):
     assert started(tmp_path, JOB, command=("meshrun", "run", "digits")) == "digits-1"
     assert started(tmp_path, again(JOB, 1), command=("meshrun", "run", "./digits.py")) == "digits-1"
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of others")
+@pytest.mark.parametrize("foreign", ["note", "run", "link"])
+def test_a_note_or_a_run_of_another_user_is_not_gone_on_with(tmp_path: Path, foreign: str):
+    """Where all may write to the folder of runs: the config.json that a note names decides what is executed."""
+    theirs = RunDirectory.create(RunConfig("evil.py", runs=tmp_path / "theirs"))
+    assert started(tmp_path, JOB) == "digits-1"
+    (note,) = (tmp_path / ".jobs").iterdir()
+    note.write_text(json.dumps({"run": str(theirs.path), "start": 0}))
+    if foreign == "link":
+        note.rename(tmp_path / "note")
+        note.symlink_to(tmp_path / "note")
+    else:
+        os.chown(note if foreign == "note" else theirs.path, 12345, -1)
+    assert started(tmp_path, again(JOB, 1)) == "digits-2"

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from meshrun import UserError
-from meshrun.state.weights import load_weights, save_tensors, save_weights
+from meshrun.state.weights import load_weights, save_tensors, save_weights, whole
 
 
 def net(width: int = 4) -> nn.Module:
@@ -191,3 +191,13 @@ def test_a_view_is_written_without_the_rest_of_its_memory(tmp_path: Path):
     save_weights({"w": whole[10:20], "v": whole[500:502]}, tmp_path / "a.safetensors", {})
     assert (tmp_path / "a.safetensors").stat().st_size < 1000
     assert load_file(tmp_path / "a.safetensors")["v"].tolist() == [500.0, 501.0]
+
+
+def test_nothing_is_written_through_a_link_that_another_has_put_beside_it(tmp_path: Path):
+    precious, path = tmp_path / "precious", tmp_path / "model.pt"
+    precious.write_text("years of work")
+    (tmp_path / f".model.pt.{os.getpid()}").symlink_to(precious)
+    with whole(path) as beside:
+        beside.write_text("weights")
+    assert precious.read_text() == "years of work"
+    assert path.read_text() == "weights" and not path.is_symlink()

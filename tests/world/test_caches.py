@@ -77,3 +77,22 @@ def test_a_folder_that_cannot_be_written_to_is_not_used(tmp_path: Path):
     folder = tmp_path / "meshrun" / "compile"
     folder.mkdir(parents=True, mode=0o500)
     assert settings({"XDG_CACHE_HOME": str(tmp_path)})[0] == {}
+
+
+def test_a_folder_below_one_where_all_users_can_rename_things_is_not_used(tmp_path: Path):
+    """As with umask 000: what is loaded from there can run anything."""
+    (tmp_path / "meshrun").mkdir()
+    (tmp_path / "meshrun").chmod(0o777)
+    found, why = settings({"XDG_CACHE_HOME": str(tmp_path)})
+    assert found == {} and why is not None and "nor all users to one above it" in why
+    (tmp_path / "meshrun").chmod(0o1777)
+    assert settings({"XDG_CACHE_HOME": str(tmp_path)})[1] is None
+
+
+def test_the_folder_above_is_made_for_this_user_alone_whatever_the_umask(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        assert settings({"XDG_CACHE_HOME": str(tmp_path)})[1] is None
+    finally:
+        os.umask(before)
+    assert (tmp_path / "meshrun").stat().st_mode & 0o777 == 0o700

@@ -16,6 +16,7 @@ import re
 import resource
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -164,12 +165,11 @@ def folder(runs: Path) -> Folder:
     error = ""
     try:
         runs.mkdir(parents=True, exist_ok=True)
-        test = runs / f".doctor-{socket.gethostname()}-{os.getpid()}"
-        try:
+        # Under a name that nobody guesses: where all may write, a link could lie under any other.
+        with tempfile.NamedTemporaryFile(dir=runs, prefix=f".doctor-{socket.gethostname()}-") as test:
             # More than a file's name: a full disk takes names, and no bytes.
-            test.write_bytes(b"\0" * 65536)
-        finally:
-            test.unlink(missing_ok=True)
+            test.write(b"\0" * 65536)
+            test.flush()
     except OSError as problem:
         error = problem.strerror or str(problem)
     space = _or(lambda: os.statvfs(runs), None)

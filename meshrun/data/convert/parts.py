@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshrun import strict_json
-from meshrun.config import write_json
+from meshrun.config import made_private, write_json
 from meshrun.data.convert.inputs import Input
 from meshrun.data.download import Told
 from meshrun.errors import RunFailed, UserError
@@ -161,8 +161,12 @@ def kept_parts(dest: Path, options: Mapping[str, Any], inputs: Iterable[Input], 
     """The parts of a result, which nobody else makes at the same time; without any, nothing stays behind."""
     folder = _folder(dest)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        held = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        if not made_private(folder):
+            raise UserError(
+                f"{dest} cannot be made: {folder}, where its parts are kept, must be a folder that this user alone can "
+                f"write to; remove it, or give another DEST"
+            )
+        held = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise UserError(f"{dest} cannot be made: {folder}: {error.strerror} (DEST)") from None
     try:

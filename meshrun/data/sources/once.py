@@ -67,8 +67,7 @@ def once(source: Path, what: str, make: Callable[[Path], None]) -> Path | None:
 def _folder() -> tuple[Path, bool]:
     """Where files are kept, and whether only for as long as somebody uses them."""
     if (kept := cache.folder()) is not None:
-        kept.mkdir(parents=True, exist_ok=True)
-        return kept, False
+        return cache.own_part(kept), False
     folder = Path(tempfile.gettempdir()) / f"meshrun-{os.getuid()}"
     if not made_private(folder):
         raise OSError(f"{folder} is not this user's alone")
@@ -79,7 +78,7 @@ def _folder() -> tuple[Path, bool]:
 def _found_or_made(path: Path, make: Callable[[Path], None]) -> int | None:
     """The opened file, with a lock that says that it is used; None where it could not be made a while ago."""
     while True:
-        held = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         keep = False
         try:
             fcntl.flock(held, fcntl.LOCK_SH)  # waits while somebody makes it
