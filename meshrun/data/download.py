@@ -73,8 +73,10 @@ def fetch(url: str, path: Path, told: Told, sha256: str | None = None) -> Sum:
     """Have the file of that address at `path`; one with another sum than asked for is not kept."""
     part, note = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.part.json")
     path.parent.mkdir(parents=True, exist_ok=True)
-    resumed = part.exists()
     try:
+        if part.is_symlink() or note.is_symlink():  # others may write there, and choose where it leads
+            _forget(part, note)
+        resumed = part.exists()
         found = _attempts(url, part, note, told)
         if resumed and sha256 not in (None, found.sha256):
             # What lay here from before may have been of another file, whatever the server says.
@@ -158,10 +160,16 @@ def _attempt(url: str, part: Path, note: Path, told: Told) -> Sum:
 
         def redirect_request(self, request: Any, *answer: Any) -> Any:
             new = super().redirect_request(request, *answer)
-            if new is not None and not new.full_url.startswith(("http:", "https:")):
+            if new is None:
+                return None
+            if not new.full_url.startswith(("http:", "https:")):
                 raise ValueError(f"the server leads to {printable(shown(new.full_url))[:200]}")
-            if new is not None and _server_of(new.full_url) != _server_of(request.full_url):
+            if _server_of(new.full_url) != _server_of(request.full_url):
                 new.remove_header("Authorization")
+            new.remove_header("Proxy-authorization")  # which urllib adds again where there is a proxy on the way
+            for name, value in _credentials(new.full_url).items():
+                new.add_header(name, value)
+            new.full_url = _bare(new.full_url)
             return new
 
     opener = urllib.request.build_opener(Redirects)
@@ -250,7 +258,7 @@ def _received(answer: Any, url: str, part: Path, note: Path, told: Told) -> Sum:
     if total is not None and total - size > shutil.disk_usage(part.parent).free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     told.begin(part.name[1:-5], size, total)
-    with part.open("ab") as file:
+    with open(part, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)) as file:
         for chunk in _chunks(answer):
             file.write(chunk)
             hashed.update(chunk)

@@ -21,6 +21,7 @@ import contextlib
 import datetime
 import fcntl
 import os
+import re
 import socket
 import sys
 import urllib.error
@@ -33,6 +34,7 @@ from meshrun import strict_json
 from meshrun.config import DATA, write_json
 from meshrun.data.download import CHUNK, Quiet, Sum, Told, fetch, shown, sum_of, unwritable
 from meshrun.errors import UserError
+from meshrun.files import new_file
 
 LIST = "staged.json"
 FORMAT = 1
@@ -87,7 +89,7 @@ class Stage:
         except (ValueError, AttributeError):  # a port or an IPv6 address that cannot be; no text
             is_web = False
         if not is_web:
-            raise UserError(f"download({url!r:.200}) is no address; it must be http(s)://HOST/…, or use copy()")
+            raise UserError(f"download({_named(url)}) is no address; it must be http(s)://HOST/…, or use copy()")
         if sha256 is not None and (len(sha256) != 64 or set(sha256.lower()) - set("0123456789abcdef")):
             raise UserError(f"sha256 of {shown(url)} is {sha256!r}; it must be 64 hexadecimal digits, or absent")
         wanted = sha256.lower() if sha256 else None
@@ -154,7 +156,7 @@ class Stage:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._told.begin(name, 0, source.stat().st_size)
-            with source.open("rb") as whence, part.open("wb") as where:
+            with source.open("rb") as whence, new_file(part) as where:
                 while chunk := whence.read(CHUNK):
                     where.write(chunk)
                     self._told.advance(len(chunk))
@@ -198,7 +200,7 @@ def staging(folder: Path, told: Told | None = None) -> Iterator[Stage]:
     """A stage that nobody else fills at the same time."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        held = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
+        held = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
     except OSError as error:
         raise unwritable(folder, error) from error
     try:
@@ -337,6 +339,11 @@ def _wants_internet(error: BaseException) -> bool:
             return True
     words = str(error).lower()
     return isinstance(error, OSError | ValueError) and any(each in words for each in _IN_WORDS)
+
+
+def _named(url: object) -> str:
+    """An address, or what was given for one, without a user's name and password in it."""
+    return re.sub(r"//[^/]*@", "//", repr(url))[:200]
 
 
 def _is_control(letter: str) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
@@ -18,6 +19,8 @@ class Server:
         self.asked: list[tuple[str, str | None]] = []
         self.authorization: str | None = None
         """As the last request had it."""
+        self.headers = Message()
+        """Those of the last request."""
         self.cut_after: int | None = None
         self.statuses: list[int] = []
         """Answered first, one a request."""
@@ -41,7 +44,7 @@ class Server:
     def answer(self, request: BaseHTTPRequestHandler) -> None:
         path, wanted = request.path.lstrip("/").partition("?")[0], request.headers["Range"]
         self.asked.append((path, wanted))
-        self.authorization = request.headers["Authorization"]
+        self.authorization, self.headers = request.headers["Authorization"], request.headers
         if path in self.redirects:
             request.send_response(302)
             request.send_header("Location", self.redirects[path])

@@ -481,3 +481,53 @@ def test_a_program_that_needs_nothing_says_so(tmp_path: Path, call: Callable[...
     )
     ended = call("stage", program)
     assert ended.status == 0 and ended.out.startswith("own.py has no stage_data: it needs nothing from the internet")
+
+
+def test_what_another_has_put_beside_a_file_is_not_written_through(tmp_path: Path, server: Server):
+    precious = tmp_path / "precious"
+    precious.write_text("years of work")
+    folder = tmp_path / "data"
+    folder.mkdir()
+    for name in ("a.bin", "b.bin"):
+        (folder / f".{name}.part").symlink_to(precious)
+    (folder / ".a.bin.part.json").write_text(json.dumps({"same": f'"{hashlib.md5(FILE).hexdigest()}"'}))
+    (tmp_path / "b.bin").write_bytes(FILE)
+    with staging.staging(folder) as stage:
+        stage.download(f"{server.url}/a.bin")
+        stage.copy(tmp_path / "b.bin")
+    assert precious.read_text() == "years of work"
+    assert [(folder / name).read_bytes() == FILE for name in ("a.bin", "b.bin")] == [True, True]
+
+
+def test_a_link_in_place_of_the_lock_of_a_folder_is_refused(tmp_path: Path):
+    (tmp_path / ".lock").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunFailed, match="symbolic link"), staging.staging(tmp_path):
+        pass
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_name_and_password_in_the_address_of_a_redirect_are_for_that_server(tmp_path: Path, server: Server):
+    with Server({"a.bin": FILE}) as other:
+        server.redirects["moved"] = f"{other.url}/a.bin".replace("://", "://you:th%40t@")
+        Stage(tmp_path).download(f"{server.url}/moved".replace("://", "://me:secret@"))
+        assert other.authorization == "Basic eW91OnRoQHQ="
+
+
+def test_a_password_for_a_proxy_does_not_go_to_where_a_server_redirects(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+):
+    """The first server is reached through a proxy, the second without."""
+    monkeypatch.setenv("http_proxy", server.url.replace("://", "://me:secret@"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    with Server({"a.bin": FILE}) as other:
+        server.redirects["http://example.org/a.bin"] = f"{other.url}/a.bin"
+        Stage(tmp_path).download("http://example.org/a.bin")
+        assert server.headers["Proxy-Authorization"] == "Basic bWU6c2VjcmV0"
+        assert other.headers["Proxy-Authorization"] is None
+
+
+@pytest.mark.parametrize("address", ["http://me:s3cret@host:port/x", "ftp://me:s3cret@host/x"])
+def test_an_address_that_cannot_be_is_named_without_its_password(tmp_path: Path, address: str):
+    with pytest.raises(UserError, match="is no address") as refused:
+        Stage(tmp_path).download(address)
+    assert "s3cret" not in str(refused.value)
