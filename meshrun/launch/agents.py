@@ -191,7 +191,7 @@ def _refuse_unwritable(runs: Path) -> None:
     """The first node says the same of the disk that they share."""
     folder = runs / FOLDER
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK):
             raise PermissionError(13, "Permission denied")
     except OSError as error:

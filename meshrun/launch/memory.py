@@ -13,10 +13,11 @@ import contextlib
 import fcntl
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshrun.config import RunDirectory, made_private, reserve_room
+from meshrun.config import RunDirectory, is_private, made_private, reserve_room
 from meshrun.errors import RunFailed
 
 LOCK = "launcher"
@@ -36,6 +37,9 @@ class Memory:
                 break
         else:
             raise RunFailed(f"no folder that this user alone can write to can be made in {of_user.parent}")
+        for left in _elsewhere(of_user.parent):
+            with contextlib.suppress(OSError), _alone_in(left):
+                sweep(left)
         with _alone_in(of_user):  # else one launcher would find the folder of another before that could hold it
             sweep(of_user)
             for folder in (self.path.parent, self.path):
@@ -48,6 +52,12 @@ class Memory:
     def __exit__(self, *error: object) -> None:
         _remove(self.path)
         os.close(self._held)
+
+
+def _elsewhere(here: Path) -> list[Path]:
+    """Folders of this user in the other places where launchers put theirs: /dev/shm may have been full, or not."""
+    places = {Path("/dev/shm"), Path(tempfile.gettempdir())} - {here}
+    return [folder for place in places for folder in place.glob(f"meshrun-{os.getuid()}*") if is_private(folder)]
 
 
 def sweep(of_user: Path) -> None:

@@ -11,6 +11,7 @@ the proof, so that a proof is of no use in another handshake or for the other ro
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -72,11 +73,14 @@ def make(run: Path) -> bytes:
     _refuse_unsafe(run)
     remove(run)
     secret = secrets.token_hex(32).encode()
-    file = os.open(run / NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(file, "wb") as opened:
-        opened.write(secret)
-        opened.flush()
-        os.fsync(file)
+    try:
+        file = os.open(run / NAME, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(file, "wb") as opened:
+            opened.write(secret)
+            opened.flush()
+            os.fsync(file)
+    except OSError as error:
+        raise UserError(f"cannot write {run / NAME}, by which nodes may join: {error.strerror} (--runs)") from None
     return secret
 
 
@@ -86,7 +90,10 @@ def read(run: Path) -> bytes:
     while True:
         try:
             _refuse_unsafe(run)
-            return _content(run / NAME)
+            if content := _content(run / NAME):
+                return content
+            # A full disk has left it so, or it is just being written: anybody could prove to know that it is empty.
+            raise OSError(errno.ENODATA, "it is empty")
         except OSError as error:
             if time.monotonic() > give_up:
                 raise Unseen(

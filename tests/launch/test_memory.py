@@ -131,3 +131,18 @@ def test_a_launcher_waits_while_another_one_makes_its_folder(tmp_path: Path, mon
     os.close(other)
     thread.join(20)
     assert made.is_set()
+
+
+def test_what_a_killed_launcher_left_while_the_usual_place_was_full_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(config, "MEMORY", tmp_path / "shm")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    left = tmp_path / "tmp" / f"meshrun-{os.getuid()}" / "0123456789abcdef" / "node-1"
+    left.mkdir(parents=True, mode=0o700)
+    left.parent.parent.chmod(0o700)
+    (left / LOCK).touch()
+    (left.parent.parent / "rows.csv-0123456789abcdef").touch()
+    (tmp_path / "shm").mkdir()
+    with Memory(RunDirectory(tmp_path / "run"), "7"):
+        assert [each.name for each in left.parent.parent.iterdir()] == ["rows.csv-0123456789abcdef"]

@@ -76,3 +76,11 @@ def test_a_secret_is_on_the_disk_before_anybody_is_told_of_it(tmp_path: Path, mo
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
     assert synced == [] and len(secret.make(tmp_path)) == 64
     assert synced == [64]
+
+
+def test_an_empty_secret_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A full disk leaves one: anybody knows it, and could make a node of this user take part."""
+    monkeypatch.setattr(secret, "SEEN_WITHIN", 0.0)
+    (tmp_path / secret.NAME).touch(mode=0o600)
+    with pytest.raises(secret.Unseen, match="it is empty"):
+        secret.read(tmp_path)
