@@ -240,6 +240,21 @@ def notice_groups(formed: Callable[[], None]) -> None:
         form(*args, **options)
 
     dist.init_process_group = dist.distributed_c10d.init_process_group = noted
+    _guard_groups()
+
+
+def _guard_groups() -> None:
+    """From now on, keep other users of this machine out of every process group, also those that the program forms."""
+    make = getattr(dist.distributed_c10d, "_new_process_group_helper", None)
+    if make is None or hasattr(make, "__wrapped__"):
+        return
+
+    @functools.wraps(make)
+    def guarded(*args: Any, **options: Any) -> Any:
+        with _among_own_processes():
+            return make(*args, **options)
+
+    dist.distributed_c10d._new_process_group_helper = guarded
 
 
 def use(meeting: Meeting) -> None:
@@ -320,6 +335,7 @@ def _meet(meeting: Meeting) -> Here:
     if world.size == 1:
         return Here(world, layout, device, None, site, notes)
     if not joined:
+        _guard_groups()
         _use_network(world, site)
         store = _store(world, meeting, site)
         store = _all_arrived(world, store, _place_of(world, device, meeting.backend), meeting.timeout)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import socket
 import threading
 import time
 from dataclasses import replace
@@ -286,3 +288,30 @@ def test_a_rank_0_that_goes_away_while_others_arrive_is_named():
     thread.join()
     assert isinstance(ends[1], PeerLost)
     assert str(ends[1]) == "rank 1 on node7 lost rank 0 while it waited for all 3 ranks to arrive"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user to try this")
+def test_other_users_are_kept_out_of_the_groups_that_a_program_forms_by_itself(monkeypatch: pytest.MonkeyPatch):
+    """While a group forms, its port takes anybody for a rank who comes first."""
+    ports: list[socket.socket] = []
+    strangers: list[socket.socket] = []
+
+    def make(*_: object, **__: object) -> None:
+        ports.append(socket.create_server(("127.0.0.1", 0)))
+        os.seteuid(65534)
+        try:
+            strangers.append(socket.socket())
+        finally:
+            os.seteuid(0)
+        strangers[0].connect(ports[0].getsockname())
+        ports.append(ports[0].accept()[0])
+
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "_new_process_group_helper", make)
+    monkeypatch.setattr(torch.distributed, "init_process_group", lambda: None)
+    monkeypatch.setattr(torch.distributed.distributed_c10d, "init_process_group", lambda: None)
+    mesh.notice_groups(lambda: None)
+    torch.distributed.distributed_c10d._new_process_group_helper()
+    strangers[0].settimeout(5)
+    assert strangers[0].recv(1) == b""
+    for each in (*ports, *strangers):
+        each.close()

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from meshrun.check.doctor import listener as listener_module
 from meshrun.check.doctor.exchange import FOLDER, Exchange, ports_of
 from meshrun.check.doctor.listener import Listener, ask
 from meshrun.check.doctor.reading import cpuset, fabric, filesystem
 from meshrun.world import World
 from tests.launch.command import Ended, meshrun
+from tests.launch.test_strangers import as_nobody
 
 MODULE = [sys.executable, "-m", "meshrun", "doctor"]
 
@@ -235,3 +240,23 @@ def test_what_the_system_says_is_read(tmp_path: Path):
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "cpuset.cpus.effective").write_text("0-3,8,10-11\n")
     assert cpuset(tmp_path, tmp_path / "cgroup") == 7
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user to try this")
+def test_on_one_machine_the_doctor_hears_this_user_alone_and_no_other_machine():
+    with Listener("mine", address="127.0.0.1") as listener:
+        found = psutil.Process().net_connections("tcp")
+        assert {each.laddr.ip for each in found if each.laddr.port == listener.port} == {"127.0.0.1"}
+        question = {"job": "mine", "kind": "time"}
+        assert as_nobody(lambda: ask("127.0.0.1", listener.port, question, 1.0)) is None
+        assert ask("127.0.0.1", listener.port, question, 1.0) is not None
+
+
+def test_silent_connections_take_a_bounded_number_of_threads(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(listener_module, "MOST", 4)
+    before = threading.active_count()
+    with Listener("mine") as listener, contextlib.ExitStack() as stack:
+        for _ in range(40):
+            stack.enter_context(socket.create_connection(("127.0.0.1", listener.port)))
+        time.sleep(0.5)
+        assert threading.active_count() <= before + 1 + 4

@@ -28,6 +28,7 @@ from meshrun.check.doctor.measure import Together, Work
 from meshrun.check.doctor.ports import held_ports, left_over
 from meshrun.check.doctor.reading import read
 from meshrun.check.doctor.rules import judge
+from meshrun.store.server import LOOPBACK
 from meshrun.world import World
 from meshrun.world.sites import load
 
@@ -61,7 +62,8 @@ def examine(world: World, runs: Path, asked: Asked) -> Seen | None:
     site = load(asked.site) if asked.site is not None else None
     # Before any listener of ours is there: this must tell whether somebody else has the port.
     held = held_ports(world, asked.port) if world.rank == 0 else ()
-    with Listener(world.job, ports_of(world.job) if world.rank == 0 and world.size > 1 else ()) as listener:
+    ports = ports_of(world.job) if world.rank == 0 and world.size > 1 else ()
+    with Listener(world.job, ports, LOOPBACK if world.nodes == 1 else "") as listener:
         mine = read(world, runs, site, listener.port)
         addresses = [each.address for each in mine.network.interfaces if not is_loopback(each)]
         exchange = Exchange(world, runs, listener, ["127.0.0.1"] if world.nodes == 1 else addresses, asked.timeout)

@@ -4,12 +4,14 @@
         ask("n1", listener.port, {"job": "slurm-42.0.0", "kind": "time"}, timeout=1.0)     # {"time": …}, or None
 
 Whoever connects says the job's name first. Then it can leave a letter, ask for the time, or send bytes to be counted.
+On one machine it listens on loopback alone, and other users are not heard.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import socketserver
 import threading
@@ -18,6 +20,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from meshrun import strict_json
+from meshrun.store.owners import owner_of_peer
+from meshrun.store.server import LOOPBACK
 
 Document = dict[str, Any]
 LONGEST = 16 << 20
@@ -25,17 +29,21 @@ LONGEST = 16 << 20
 CHUNK = 1 << 18
 
 
-class Listener:
-    """Answers on every interface until it is closed."""
+MOST = 256
+"""Connections that are served at a time: each takes a thread. Who is not served asks again."""
 
-    def __init__(self, job: str, ports: Iterable[int] = ()) -> None:
+
+class Listener:
+    """Answers at an address, on every interface where that is empty, until it is closed."""
+
+    def __init__(self, job: str, ports: Iterable[int] = (), address: str = "") -> None:
         """`ports` are tried before a free one is taken."""
         self.letters: dict[tuple[str, int], Document] = {}
         self.answers: dict[str, Document] = {}
         self._job = job
         for port in (*ports, 0):
             with contextlib.suppress(OSError):
-                self._server = _Server(("", port), _Talk)
+                self._server = _Server((address, port), _Talk)
                 break
         self._server.listener = self
         self.port: int = self._server.server_address[1]
@@ -70,6 +78,29 @@ class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     request_queue_size = 1024
     listener: Listener
+
+    def __init__(self, *place: Any) -> None:
+        super().__init__(*place)
+        self._room = threading.Semaphore(MOST)
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        """Whether to serve a connection: one of this machine is this user's own, and there are not too many."""
+        del client_address
+        is_own = self.server_address[0] != LOOPBACK or owner_of_peer(request) == os.geteuid()
+        return is_own and self._room.acquire(blocking=False)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no further thread can be started
+            self._room.release()
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._room.release()
 
 
 class _Talk(socketserver.StreamRequestHandler):
