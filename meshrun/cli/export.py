@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshrun import strict_json
-from meshrun.errors import UserError
+from meshrun.errors import UserError, printable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -73,7 +73,7 @@ def export_command(
     else:
         print(f"{destination}: {written / 1e6:,.1f} MB of step {checkpoint.step:,} in {seconds:.1f} s")
         if note:
-            print(note)
+            print(printable(note))  # with names from files that anybody may have written
     return 0
 
 

@@ -9,6 +9,7 @@ chain.
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from rich.console import Console
 
 from meshrun import strict_json
 from meshrun.config import RunDirectory
-from meshrun.errors import RunFailed
+from meshrun.errors import RunFailed, printable
 from meshrun.launch.chain import Record, is_complete
 from meshrun.launch.reasons import pending
 from meshrun.launch.slurm import Job, Slurm
@@ -90,13 +91,13 @@ def follow(slurm: Slurm, run: Path, told: dict[str, Any] | None = None, quiet: b
         several = {"runs": [end.document() for end in ends]}
         print(strict_json.dumps({**told, **(ends[0].document() if len(runs) == 1 else several)}))
         if failed is not None:
-            print(f"meshrun: {failed.sentence}", file=sys.stderr)
+            print(f"meshrun: {printable(failed.sentence)}", file=sys.stderr)
         return 0 if failed is None else 1
     for end in ends if failed is None or len(ends) > 1 else ():
-        print(end.line(), flush=True)
+        print(printable(end.line()), flush=True)
     if failed is not None:
         for line in () if failed.explained else tail(failed):
-            print(line, file=sys.stderr)
+            print(printable(line), file=sys.stderr)
         raise RunFailed(failed.line() if len(ends) > 1 else failed.sentence)
     return 0
 
@@ -110,7 +111,8 @@ def _one(slurm: Slurm, run: Path, quiet: bool) -> End:
             # Whoever comes late still learns what is being trained.
             for event in [event for event in read_events(directory.events_of(0)) if event["kind"] == "start"][-1:]:
                 story.tell(event)
-            scene.enter_context(Follow(story, directory.events_of(0), directory.log_of(0)))
+            is_own = run.stat().st_uid == os.getuid()
+            scene.enter_context(Follow(story, directory.events_of(0), directory.log_of(0), is_own))
         last, known = "", len(Record.load(run).links)
         for looked in watch(slurm, run):
             if isinstance(looked, End):
@@ -124,7 +126,7 @@ def _one(slurm: Slurm, run: Path, quiet: bool) -> End:
                     last = line
                     lines.append(line)
                 for line in lines:
-                    story.console.print(line, markup=False, highlight=False, soft_wrap=True)
+                    story.console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
             time.sleep(LOOK)
     raise AssertionError("a run that is watched ends")
 

@@ -15,7 +15,7 @@ import typer
 
 from meshrun import strict_json
 from meshrun.config import RUNS
-from meshrun.errors import UserError
+from meshrun.errors import UserError, printable
 
 Which = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, a run's name, or the number of a job.")]
 Runs = Annotated[Path, typer.Option("--runs", help="Folder that run directories are in.")]
@@ -34,7 +34,7 @@ def jobs_command(runs: Runs = RUNS, as_json: AsJson = False, debug: Debug = Fals
         print(strict_json.dumps({"jobs": [vars(row) for row in found]}))
     else:
         for row in found:
-            print(row.line())
+            print(printable(row.line()))  # of run directories that anybody may have made
         if not found:
             print("no job of yours was submitted with meshrun, and no run here either")
     return 0

@@ -23,7 +23,7 @@ from meshrun.cli.command import Asked
 from meshrun.cli.inspect import size
 from meshrun.cli.target import Target, make, place_of, values_of
 from meshrun.data.staging import Place, Stage, read_list, staging, use, verified
-from meshrun.errors import RunFailed, UserError, described
+from meshrun.errors import RunFailed, UserError, described, printable
 
 ENTRY = "stage_data"
 
@@ -61,7 +61,7 @@ class Shown:
             self._bar.advance(self._task, count)
 
     def line(self, text: str) -> None:
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(printable(text), markup=False, highlight=False)
 
 
 def stage_command(asked: Asked) -> int:

@@ -25,7 +25,7 @@ from meshrun.cli.command import GENERAL, options_in, run_at
 from meshrun.cli.options import REQUIRED, Option, options_of, to_document
 from meshrun.cli.target import Target, find, make
 from meshrun.config import RunConfig, RunDirectory
-from meshrun.errors import RunFailed, UserError
+from meshrun.errors import RunFailed, UserError, printable
 
 MODEL = "model"
 """What the first parameter of a function for models is called."""
@@ -85,7 +85,7 @@ def _list(run: RunDirectory, target: Target, words: list[str]) -> int:
         print(strict_json.dumps({"run": str(run.path), "functions": found}))
         return 0
     for name, does in found.items():
-        print(f"{name:<16} {does}".rstrip())
+        print(printable(f"{name:<16} {does}".rstrip()))
     if not found:
         print(f"{target.label} has nothing to call; write a function whose first parameter is `model`")
     return 0

@@ -242,7 +242,8 @@ def _document(path: Path) -> dict[str, Any]:
 
 def _pictures(folder: Path) -> dict[str, bytes]:
     """The drawings there, less what would make a page too large to open."""
-    paths = [path for path in sorted(folder.glob("*.svg")) if path.is_file()]
+    # Whoever made the directory may have put a link there to a file that the reader would not show to others.
+    paths = [path for path in sorted(folder.glob("*.svg")) if path.is_file() and not path.is_symlink()]
     paths = [path for path in paths if path.stat().st_size <= MOST_OF_A_PICTURE]
     return {path.stem: path.read_bytes() for path in paths[:MOST_PICTURES]}
 

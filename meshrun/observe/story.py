@@ -163,9 +163,10 @@ def of_scores(scores: Mapping[str, float]) -> str:
 class Follow(Aside):
     """Tells a story from rank 0's events and log while they are written; what an earlier start wrote is known."""
 
-    def __init__(self, story: Story, events: Path, log: Path) -> None:
+    def __init__(self, story: Story, events: Path, log: Path, is_own: bool = True) -> None:
+        """`is_own`: whether it was this user's program that has printed, and may do so with colours."""
         super().__init__("story")
-        self._story, self._events, self._log = story, Follower(events), Follower(log)
+        self._story, self._events, self._log, self._is_own = story, Follower(events), Follower(log), is_own
         self._hides = False
         for file in (self._events, self._log):
             file.new_lines()
@@ -177,7 +178,7 @@ class Follow(Aside):
             for line in _readable_now(self._log.new_lines):
                 self._say(line.decode(errors="replace"))
             for event in _readable_now(self._events.new):
-                self._story.tell(event)
+                self._story.tell(event if self._is_own else {**event, "text": printable(str(event.get("text")))})
         if rest := self._log.rest:
             self._say(rest.decode(errors="replace"))
 
@@ -186,7 +187,7 @@ class Follow(Aside):
         if line in MARKS:
             self._hides = line == MARKS[0]
         elif not self._hides and not any(noise in line for noise in NOISE):
-            self._story.say(line)
+            self._story.say(line if self._is_own else printable(line))
 
 
 def _readable_now(read: Callable[[], list[Entry]]) -> list[Entry]:

@@ -110,3 +110,12 @@ def test_a_run_without_weights_or_of_a_plain_script_is_a_sentence(
 )
 def test_the_model_is_on_the_device_that_was_asked_for(asked: str, has_gpu: bool, device: str):
     assert _device(asked, has_gpu) == device
+
+
+def test_the_list_of_functions_cannot_do_anything_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The program may be another's: nothing of it runs, and nothing in it is obeyed."""
+    program = tmp_path / "theirs.py"
+    program.write_text(PROGRAM.read_text() + "\n\ndef owned(model):\n    '\\x1b]0;owned\\x07'\n")
+    made = RunDirectory.create(RunConfig(str(program), runs=tmp_path))
+    assert used(str(made.path)) == 0
+    assert "\x1b" not in (said := capsys.readouterr().out) and "owned" in said

@@ -461,6 +461,15 @@ def test_a_picture_that_is_gone_does_not_break_the_page(tmp_path: Path) -> None:
     page_of(run)
 
 
+def test_a_link_among_the_pictures_does_not_bring_another_file_into_the_page(tmp_path: Path) -> None:
+    """Who has made the directory may want to see what only the reader may, and gets the report."""
+    run = finished_run(tmp_path)
+    (run.path / "pictures").mkdir()
+    (tmp_path / "private").write_text("for nobody")
+    (run.path / "pictures" / "private.svg").symlink_to(tmp_path / "private")
+    assert read(run.path).pictures == {}
+
+
 def test_a_picture_that_would_make_the_page_too_large_is_left_out(tmp_path: Path) -> None:
     run = finished_run(tmp_path)
     (run.path / "pictures").mkdir()

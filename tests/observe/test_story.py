@@ -237,3 +237,15 @@ def test_of_a_run_that_kept_nothing_it_is_not_said_that_resume_goes_on():
     stopped = {"step": 12, "of": 1000, "why": "the job ends", "saved": True}
     assert stopped_in_time(stopped, "runs/a-1").endswith("since the job ends; meshrun resume runs/a-1 goes on")
     assert "resume" not in stopped_in_time({**stopped, "saved": False}, "runs/a-1")
+
+
+def test_what_a_program_of_somebody_else_has_printed_cannot_do_anything_to_the_terminal(
+    tmp_path: Path, in_a_log: Shown
+):
+    events, log = EventFile(tmp_path / "rank-0.jsonl"), tmp_path / "rank-0.log"
+    log.touch()
+    with Follow(in_a_log, tmp_path / "rank-0.jsonl", log, is_own=False):
+        log.write_text("\x1b]0;owned\x07\n")
+        events.write("after", text="\x1b[2Jgone")
+    assert "\x1b" not in in_a_log.output.getvalue() and "\\x1b]0;owned" in in_a_log.output.getvalue()
+    assert "\\x1b[2Jgone" in in_a_log.output.getvalue()
