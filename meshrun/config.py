@@ -313,7 +313,7 @@ class RunDirectory:
         """The next free number of this name. mkdir decides, so two runs at once cannot get the same one."""
         runs, name = config.runs, config.run_name
         try:
-            runs.mkdir(parents=True, exist_ok=True)
+            runs.mkdir(mode=0o775, parents=True, exist_ok=True)  # nobody else is to rename runs, whatever the umask
             taken = [each.name.removeprefix(f"{name}-") for each in runs.glob(f"{name}-*")]
             number = max((each for text in taken if (each := whole_number(text)) is not None), default=0)
             while True:

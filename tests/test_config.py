@@ -151,6 +151,15 @@ def test_users_outside_of_the_group_cannot_enter_a_run_directory(tmp_path: Path)
     assert run.path.stat().st_mode & 0o777 == 0o770
 
 
+def test_other_users_cannot_rename_runs_whatever_the_umask(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        RunDirectory.create(RunConfig(target="digits", runs=tmp_path / "runs"))
+    finally:
+        os.umask(before)
+    assert not (tmp_path / "runs").stat().st_mode & 0o002
+
+
 def test_numbers_go_on_after_the_highest_and_do_not_mind_other_names(tmp_path: Path):
     for name in ("digits-7", "digits-x", "digits-small-90", "images-99"):
         (tmp_path / name).mkdir()

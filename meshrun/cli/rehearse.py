@@ -120,7 +120,8 @@ def _placed(submission: Submission, run: RunDirectory, runs: Path) -> Submission
     if not submission.sweep:
         return replace(submission, run=run.path)
     folder = runs / submission.run.name
-    (folder / "logs").mkdir(parents=True)
+    folder.mkdir(mode=0o770, parents=True)  # as run directories are
+    (folder / "logs").mkdir()
     elements = [Element(runs / each.run.name, each.values) for each in submission.sweep]
     elements[0] = replace(elements[0], run=run.path)
     return replace(submission, run=folder, sweep=tuple(elements))

@@ -141,7 +141,8 @@ def _made(plan: Plan, made: list[Path]) -> Submission:
     if not plan.submission.sweep:
         return replace(plan.submission, name=runs[0].path.name, run=runs[0].path)
     folder = plan.submission.run
-    (folder / "logs").mkdir(parents=True)
+    folder.mkdir(mode=0o770, parents=True)  # as run directories are
+    (folder / "logs").mkdir()
     made.append(folder)
     pairs = zip(runs, plan.choices, strict=True)
     return replace(plan.submission, sweep=tuple(Element(run.path, choice.values) for run, choice in pairs))

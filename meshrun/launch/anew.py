@@ -36,8 +36,8 @@ def run_of(config: RunConfig, world: World, env: Mapping[str, str]) -> RunDirect
     had = next(filter(None, (_noted(note, start) for note, start in notes.items())), None)
     run = had or RunDirectory.create(config)
     for note, start in notes.items():
-        note.parent.mkdir(exist_ok=True)
-        write_json(note, {"run": str(run.path), "start": start})
+        note.parent.mkdir(mode=0o700, exist_ok=True)
+        write_json(note, {"run": str(run.path), "start": start}, mode=0o600)
     return run
 
 

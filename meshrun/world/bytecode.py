@@ -16,8 +16,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from meshrun.config import made_private
-from meshrun.world.caches import folder_of
+from meshrun.world.caches import folder_of, made_safe
 
 
 def keep_bytecode(package: str = "torch") -> None:
@@ -37,6 +36,6 @@ def _folder(env: Mapping[str, str]) -> Path | None:
     """Where it is kept, if it can be."""
     folder = folder_of(env, "bytecode")
     try:
-        return folder if folder is not None and made_private(folder) and os.access(folder, os.W_OK) else None
+        return folder if folder is not None and made_safe(folder) and os.access(folder, os.W_OK) else None
     except OSError:
         return None

@@ -28,6 +28,12 @@ def folder_of(env: Mapping[str, str], kind: str) -> Path | None:
     return Path(base) / "meshrun" / kind if Path(base).is_absolute() else None
 
 
+def made_safe(folder: Path) -> bool:
+    """Make a folder for what is executed later; False where others can write to it, or put another in its place."""
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return made_private(folder) and all_can_exchange(folder) is None
+
+
 def keep_compiled_code() -> str | None:
     """Let torch and triton keep what they compile, unless the user has said where; returns why it cannot be kept."""
     chosen, why = settings(os.environ)
@@ -57,8 +63,7 @@ def settings(env: Mapping[str, str]) -> tuple[dict[str, str], str | None]:
     if folder is None:
         return {}, f"{lost}: there is no home directory ($HOME, $XDG_CACHE_HOME)"
     try:
-        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        private = made_private(folder) and all_can_exchange(folder) is None
+        private = made_safe(folder)
     except OSError as error:
         return {}, f"{lost}: {folder}: {error.strerror or error} ($XDG_CACHE_HOME)"
     if not private or not os.access(folder, os.W_OK):

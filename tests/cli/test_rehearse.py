@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import tempfile
@@ -15,6 +16,8 @@ import pytest
 from meshrun import mesh
 from meshrun.cli import rehearse
 from meshrun.cli.main import main
+from meshrun.config import RunDirectory
+from meshrun.launch.submission import Element, Resources, Submission
 from tests.launch.command import TINY, Ended
 
 Call = Callable[..., Ended]
@@ -197,3 +200,16 @@ def test_of_a_sweep_the_first_run_is_played(tmp_path: Path, monkeypatch: pytest.
     assert small.notes == ("of the 2 runs of the sweep the first one is played: lr=1e-3",)
     assert small.config.options == {"width": 8, "lr": 1e-3}
     assert json.loads(json.dumps(small.config.to_json()))["data"] == str(tmp_path / "data")
+
+
+def test_the_folder_of_a_sweep_is_for_its_owner_and_group_as_its_runs_are(tmp_path: Path):
+    """It holds the script that is executed, and the logs of all runs."""
+    element = Element(tmp_path / "a-1", "lr=1")
+    asked = Resources(nodes=1, gpus_per_node=0, procs=1, seconds=60)
+    sweep = Submission("s", tmp_path / "s-1", ("meshrun",), sys.executable, asked, sweep=(element,))
+    before = os.umask(0)
+    try:
+        placed = rehearse._placed(sweep, RunDirectory(tmp_path / "runs" / "a-1"), tmp_path / "runs")
+    finally:
+        os.umask(before)
+    assert placed.run.stat().st_mode & 0o777 == 0o770

@@ -79,6 +79,16 @@ def test_the_words_of_the_command_do_not_make_another_run(tmp_path: Path):
     assert started(tmp_path, again(JOB, 1), command=("meshrun", "run", "./digits.py")) == "digits-1"
 
 
+def test_notes_are_for_this_user_alone_whatever_the_umask(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        started(tmp_path, JOB)
+    finally:
+        os.umask(before)
+    (note,) = (tmp_path / ".jobs").iterdir()
+    assert [each.stat().st_mode & 0o777 for each in (note.parent, note)] == [0o700, 0o600]
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of others")
 @pytest.mark.parametrize("foreign", ["note", "run", "link"])
 def test_a_note_or_a_run_of_another_user_is_not_gone_on_with(tmp_path: Path, foreign: str):

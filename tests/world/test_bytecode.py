@@ -65,3 +65,10 @@ def test_a_folder_that_others_may_write_to_is_not_used(package: Path, tmp_path: 
     theirs.mkdir(parents=True)
     theirs.chmod(0o777)
     assert imported(package, tmp_path / "cache")[1] == "None"
+
+
+def test_a_folder_below_one_where_all_users_can_rename_things_is_not_used(package: Path, tmp_path: Path):
+    theirs = tmp_path / "cache" / "meshrun"
+    theirs.mkdir(parents=True)
+    theirs.chmod(0o777)
+    assert imported(package, tmp_path / "cache")[1] == "None"
