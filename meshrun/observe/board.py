@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from meshrun.observe.events import Event, read_events
 
@@ -69,6 +70,7 @@ class Board:
     def _open(self) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        _pass_over_lost_threads()
         self._writer = SummaryWriter(str(self._folder))
 
     def _open_anew(self) -> None:
@@ -91,6 +93,20 @@ class Board:
                 for metric, value in scores.items():
                     if metric not in ("count", "skipped"):
                         self._writer.add_scalar(f"{name}/{metric}", value, step)
+
+
+def _pass_over_lost_threads() -> None:
+    """Have no traceback printed when the thread that writes curves ends on a full disk: the next point finds out."""
+    tell = threading.excepthook
+    if getattr(tell, "passes_over_tensorboard", False):
+        return
+
+    def told(args: Any) -> None:
+        if not type(args.thread).__module__.startswith("tensorboard."):
+            tell(args)
+
+    told.passes_over_tensorboard = True  # type: ignore[attr-defined]
+    threading.excepthook = told
 
 
 def _is_text(folder: Path) -> bool:

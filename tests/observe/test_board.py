@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from meshrun.observe.board import Board
 
@@ -51,3 +54,22 @@ def test_a_disk_that_takes_no_curves_ends_nothing(tmp_path: Path):
     board.add(step(1))
     assert board._writer is None
     board.add(step(10))
+
+
+def test_the_thread_that_writes_curves_ends_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    told: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    writing = pytest.importorskip("tensorboard.summary.writer.record_writer").RecordWriter
+
+    def refuse(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    board = Board.open(tmp_path / "curves", tmp_path / "events")
+    assert board is not None
+    monkeypatch.setattr(writing, "write", refuse)
+    board.add(step(1))
+    board.close()
+    other = threading.Thread(target=refuse)
+    other.start()
+    other.join()
+    assert [each.thread for each in told] == [other]
