@@ -54,6 +54,7 @@ from meshrun.parallel import (
 from meshrun.parallel.attention import key_attentions
 from meshrun.parallel.batch_dim import BatchFinder
 from meshrun.parallel.batchnorm import sync_batchnorms
+from meshrun.parallel.checkpointed import replay_checkpoints
 from meshrun.parallel.choose import Ways
 from meshrun.parallel.demands import Demands, demands_of
 from meshrun.parallel.dropout import KEYED, Part, draws, key_dropouts
@@ -164,6 +165,8 @@ def _parts(
             else pp.Whole(copy.deepcopy(demands.model))
         )
         model = part.model
+        if isinstance(part, pp.Part):
+            replay_checkpoints(part)
         _same_numbers(model, moment, None if mesh is None or not demands.plan.styles else (here.place("tp"), layout.tp))
         end = cuts[stage + 1] if stage + 1 < stages else len(order)
         own = [(number, order[number]) for number in range(cuts[stage], end)]
@@ -217,6 +220,7 @@ def _same_numbers(model: nn.Module, moment: Moment, part: Part | None = None) ->
     key_dropouts(model, moment)
     key_attentions(model, moment)
     key_functions(model, moment, part)
+    replay_checkpoints(moment)
     if any(isinstance(each, nn.TransformerEncoderLayer) for each in model.modules()):
         # Its kernel for evaluation rounds differently and bypasses what axes do to its modules.
         torch.backends.mha.set_fastpath_enabled(False)

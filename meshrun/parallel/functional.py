@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary
@@ -108,6 +108,8 @@ class Site:
 
 _SITES: WeakKeyDictionary[nn.Module, Site] = WeakKeyDictionary()
 _recorder: tuple[WeakKeyDictionary[nn.Module, str], Seen] | None = None
+_again_in: Site | None = None
+"""The module whose code is computed again, in a backward pass: no frame leads to it."""
 
 
 def key_functions(model: nn.Module, moment: Moment, part: Part | None = None) -> None:
@@ -146,6 +148,22 @@ def recording(model: nn.Module, seen: Seen) -> Iterator[None]:
         yield
     finally:
         _recorder = before
+
+
+def returning() -> Callable[[], AbstractContextManager[None]]:
+    """Makes contexts, inside of which calls without a module belong to the module whose code is running now."""
+    site = _innermost(sys._getframe(1), _SITES) or _again_in
+
+    @contextmanager
+    def inside() -> Iterator[None]:
+        global _again_in
+        before, _again_in = _again_in, site
+        try:
+            yield
+        finally:
+            _again_in = before
+
+    return inside
 
 
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
@@ -246,7 +264,7 @@ def _site(shape: tuple[int, ...]) -> Any:
         names, seen = _recorder
         seen.append((_innermost(frame, names) or "", shape))
         return _WRITTEN_DOWN
-    site = _innermost(frame, _SITES)
+    site = _innermost(frame, _SITES) or _again_in
     return site if site is not None and site.moment.key is not None else None
 
 

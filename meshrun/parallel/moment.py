@@ -14,6 +14,7 @@ compiled code need not be compiled again when they change, and comes with no ker
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -179,6 +180,10 @@ class Moment:
             self.key = None if number is None else self._memory
         for name, turn in self.turns.items():
             turn.now = earlier.turns.get(name, turn.first)
+
+    def returning(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """Makes contexts, inside of which the moment is what it is now."""
+        return functools.partial(frozen, self, self.copy())
 
     def _number(self) -> int | None:
         return None if self.step is None else word(f"{self.seed} {self.step}")

@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -399,6 +400,21 @@ class Part(nn.Module):
         finally:
             self._received = ()
             self._brought.clear()
+
+    def returning(self) -> Callable[[], AbstractContextManager[None]]:
+        """Makes contexts, inside of which the stage has received what it has received now."""
+        received, brought = self._received, dict(self._brought)
+
+        @contextmanager
+        def there() -> Iterator[None]:
+            now = self._received, self._brought
+            self._received, self._brought = received, dict(brought)
+            try:
+                yield
+            finally:
+                self._received, self._brought = now
+
+        return there
 
     def _stand_in(self, name: str, overwritten: bool) -> None:
         """Let go of a module's parameters, and answer its calls with placeholders.
