@@ -287,6 +287,8 @@ def _refuse_built_model(model: object) -> None:
 
 def _check_parameters(name: str, function: Callable[..., Any], given: tuple[str, ...], of: str = "Experiment") -> None:
     """Refuse a function, or a class, that cannot be called with as many arguments as it will be given."""
+    if isinstance(function, type) and given == ("outputs", "targets") and not issubclass(function, Loss):
+        raise UserError(f"{name} is the class {function.__name__}; it must be a function of (outputs, targets)")
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # some written in C say nothing of themselves

@@ -179,6 +179,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"optimizer": torch.optim.lr_scheduler.StepLR},
         "Experiment(optimizer=…) is called as StepLR(parameters), but StepLR(optimizer: ",
     ),
+    ({"loss": torch.nn.CrossEntropyLoss}, "loss is the class CrossEntropyLoss; it must be a function of (outputs, tar"),
+    ({"metrics": {"hits": torch.nn.L1Loss}}, "metrics['hits'] is the class L1Loss; it must be a function of (outputs"),
     (
         {"loss": lambda outputs: outputs},
         "Experiment(loss=…) is called as <lambda>(outputs, targets), but <lambda>(outputs)",

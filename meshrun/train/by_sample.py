@@ -14,14 +14,19 @@ different numbers. `torch.utils.checkpoint` puts the generator back before it re
 from __future__ import annotations
 
 import math
+import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import FrameType
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from meshrun.data.drawn import Drawn
 from meshrun.parallel.composed_dropout import compose_of_dropout
 from meshrun.parallel.dropout import SAMPLE, dropped, hashed, keeps, mixed
 from meshrun.parallel.functional import PLAIN, attention_weights, values_for_heads
@@ -37,6 +42,8 @@ _loops: dict[object, tuple[Tensor, int | None]] = {}
 """The loops over sharded loaders that have not ended, with their samples and dims of the batch; last the latest one."""
 _said_dim: int | None = None
 """The dim of the batch, where the user says it."""
+_drawn = 0
+"""Words drawn by this module."""
 _warned: set[str] = set()
 
 
@@ -100,18 +107,19 @@ def _dropped_at(dim: int, input: Tensor, p: float) -> Tensor:
     return dropped(input, kept.view(shape).transpose(0, dim), p)
 
 
-def _channel_dropout(name: str, dims: int) -> Callable[..., Tensor]:
+def _channel_dropout(name: str, *dims: int) -> Callable[..., Tensor]:
     """Dropout of whole channels, for inputs of (batch, channels, …) with so many dims."""
 
     def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-        drops = training and 0 < p < 1 and input.dim() == dims
+        drops = training and 0 < p < 1 and input.dim() in dims
         if not drops or not _batch_is_first(input):
             if drops:
                 _warn_of_rank_dropout(input, name)
             return _before[name](input, p, training, inplace)
+        _warn_of_several_rows(input.shape)
         channels = input.shape[:2]
         kept = keeps(_words(input.device), *_rows_and_columns(channels, input.device), p)
-        return dropped(input, kept.view(*channels, *[1] * (dims - 2)), p)
+        return dropped(input, kept.view(*channels, *[1] * (input.dim() - 2)), p)
 
     return dropout
 
@@ -133,6 +141,7 @@ def _attention(
         return _before["scaled_dot_product_attention"](
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    _warn_of_several_rows(query.shape)
     weights = attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
     return _dropped_at(0, weights, dropout_p) @ values_for_heads(value, query, enable_gqa)
 
@@ -140,7 +149,7 @@ def _attention(
 _FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "dropout": _dropout,
     "dropout1d": _channel_dropout("dropout1d", 3),
-    "dropout2d": _channel_dropout("dropout2d", 4),
+    "dropout2d": _channel_dropout("dropout2d", 3, 4),  # torch takes three dims for (batch, channels, length)
     "dropout3d": _channel_dropout("dropout3d", 5),
     "scaled_dot_product_attention": _attention,
 }
@@ -169,6 +178,8 @@ def _batch_dim(tensor: Tensor) -> int | None:
     attention = several and len(shape) == 3 and shape[1] == shape[2]  # (batch * heads, queries, keys)
     if len(shape) > 1 and shape[1] == samples and not attention:
         return 1  # (time, batch, …)
+    if several:
+        _warn_of_several_rows(shape)
     return 0 if several else None
 
 
@@ -180,9 +191,52 @@ def _batch_is_first(tensor: Tensor) -> bool:
     return tensor.shape[0] % samples == 0 if samples else tensor.shape[0] == 0
 
 
+def _warn_of_several_rows(shape: torch.Size) -> None:
+    """Say that dim 0 has more entries than there are samples, which the sizes alone take for several of each."""
+    assert _ids is not None
+    if shape[0] == len(_ids) or not _on_several_ranks() or _in_torchs_attention(sys._getframe(1)):
+        return
+    _warn(
+        f"dropout by sample takes dim 0 of a tensor for the batch, each sample with several rows next to each other: "
+        f"the shape is {tuple(shape)} for {len(_ids)} samples. Where that is not so, as of (time * batch, …), of two "
+        f"views in one batch, or of a table without a batch, losses depend on the number of ranks; "
+        f"shard(loader, batch_dim=0) says that it is so"
+    )
+
+
+def _in_torchs_attention(frame: FrameType | None) -> bool:
+    """Whether it is torch's own code that has put the heads next to each sample."""
+    while frame is not None:
+        if frame.f_code is F.multi_head_attention_forward.__code__:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def telling_of_other_draws(device: torch.device) -> Iterator[None]:
+    """Inside, the model computes; afterwards say so if it has drawn random numbers that no sample decides."""
+    global _drawn
+    before, _drawn = Drawn.now(device), 0
+    yield
+    own = torch.Generator()
+    own.set_state(before.generator)
+    for _ in range(_drawn):
+        torch.randint(1 << 62, (), generator=own)
+    if not Drawn.now(device).same(replace(before, generator=own.get_state())):
+        _warn(
+            "the model draws random numbers that do not belong to samples, so losses depend on the number of ranks: "
+            "dropout that is called as F.dropout, and meshrun.randn_like, draw by sample in a loop over shard(loader)"
+        )
+
+
+def _on_several_ranks() -> bool:
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
 def _warn_of_rank_dropout(input: Tensor, name: str) -> None:
     """Say that a dropout of several ranks is not drawn by sample."""
-    if torch.compiler.is_compiling() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if torch.compiler.is_compiling() or not _on_several_ranks():
         return
     if _before[name] is not PLAIN.get(name, _before[name]):  # an Experiment's, which draws by sample itself
         return
@@ -203,7 +257,9 @@ def _warn(sentence: str) -> None:
 
 def _words(device: torch.device) -> Tensor:
     """A 64-bit word for each sample, different words at each call."""
+    global _drawn
     assert _ids is not None
+    _drawn += 1
     word = int(torch.randint(1 << 62, (), device="cpu"))
     return mixed(_ids.to(device, non_blocking=True) * SAMPLE + word)
 

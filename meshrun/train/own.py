@@ -13,11 +13,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,17 +28,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from meshrun.data.loader import Loader, Reading
 from meshrun.data.order import Order
+from meshrun.data.seeding import put_back, snapshot
 from meshrun.data.shuffle import FULL, NONE
 from meshrun.errors import UserError
 from meshrun.mesh import Here, start
 from meshrun.parallel.batchnorm import SYNCED, sync_batchnorms
 from meshrun.parallel.dp import apply
 from meshrun.state.weights import save_tensors, whole
-from meshrun.train.by_sample import compute_in, leave
+from meshrun.train.by_sample import compute_in, leave, telling_of_other_draws
 from meshrun.world import detect
 
 
@@ -83,6 +86,7 @@ class Replica(DistributedDataParallel):
         refuse = partial(_refuse_gradient, weakref.ref(self))  # weakly: the model may be replicated anew
         self._until_called = [each.register_post_accumulate_grad_hook(refuse) for each in trained]
         self._trained = {name: each.requires_grad for name, each in model.named_parameters()}
+        self._looked_at = False
         self._complete = True
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -90,8 +94,13 @@ class Replica(DistributedDataParallel):
             self._refuse_other_parameters()
             while self._until_called:
                 self._until_called.pop().remove()
+        looks = self.training and torch.is_grad_enabled() and not self._looked_at
         try:
-            return super().forward(*inputs, **named)
+            if not looks:
+                return super().forward(*inputs, **named)
+            self._looked_at = True
+            with self._telling_of_buffers(), telling_of_other_draws(start().device):
+                return super().forward(*inputs, **named)
         except RuntimeError as error:
             if "finished reduction in the prior iteration" not in str(error):
                 raise
@@ -102,6 +111,38 @@ class Replica(DistributedDataParallel):
                 f"the last loss did not use all parameters of the model{_named(missing)}; if that is meant, use "
                 f"replicate(model, find_unused_parameters=True)"
             ) from error
+
+    @contextmanager
+    def _telling_of_buffers(self) -> Iterator[None]:
+        """Inside, the model computes; afterwards say so if ranks have made different buffers of their parts."""
+        before = {name: each.clone() for name, each in self._buffers_of_forward()}
+        yield
+        if not before:
+            return
+        changed = {
+            name: hashlib.blake2b(str(each.double().flatten().tolist()).encode()).hexdigest()
+            for name, each in self._buffers_of_forward()
+            if name in before and not torch.equal(each, before[name])
+        }
+        everyone = start().gathered(changed)
+        apart = [name for name in changed if any(each.get(name) != changed[name] for each in everyone)]
+        if apart and dist.get_rank() == 0:
+            warnings.warn(
+                f"the forward pass changes buffers by what is in a rank's part of a batch, and all ranks go on with "
+                f"those of rank 0, so losses depend on the number of ranks{_named(apart)}",
+                stacklevel=2,
+            )
+
+    def _buffers_of_forward(self) -> Iterator[tuple[str, Tensor]]:
+        """Those with fractions, but for the statistics of BatchNorm, of which `replicate` tells."""
+        for prefix, part in self.module.named_modules():
+            for name, each in part.named_buffers(prefix, recurse=False):
+                if type(part) not in SYNCED and not isinstance(part, nn.SyncBatchNorm) and each.is_floating_point():
+                    yield name, each
+
+    def named_modules(self, *args: Any, **options: Any) -> Any:
+        """The model's own, so that parameters and buffers too have the names that they have in one process."""
+        return self.module.named_modules(*args, **options) if "_complete" in self.__dict__ else super().named_modules()
 
     def _refuse_other_parameters(self) -> None:
         """Gradients of what was not trained when the model was replicated are not averaged."""
@@ -206,7 +247,7 @@ class Sharded:
 
     def __init__(self, loader: DataLoader[Any], here: Here, seed: int, batch_dim: int | None = None) -> None:
         self.given, self.epoch = loader, 0
-        self._batch_dim = batch_dim
+        self._batch_dim, self._tried_collate = batch_dim, False
         assert loader.batch_size is not None
         shuffle = FULL if isinstance(loader.sampler, RandomSampler) else NONE
         order = Order(len(loader.dataset), loader.batch_size, seed, shuffle)  # type: ignore[arg-type]
@@ -232,6 +273,7 @@ class Sharded:
         first = self.epoch * self._loader.order.steps_per_epoch
         self.epoch += 1
         loop = object()
+        self._tell_of_draws_in_collate()
         try:
             for data in self._loader.steps(first, first + len(self)):
                 ids = torch.tensor(data.pieces[0] if data.pieces else [], dtype=torch.int64)
@@ -239,6 +281,23 @@ class Sharded:
                 yield data.batches[0] if data.batches else self._nothing(int(data.ids[0]))
         finally:
             leave(loop)
+
+    def _tell_of_draws_in_collate(self) -> None:
+        """Once, where ranks collate parts of a batch."""
+        collate = self._loader.reading.collate
+        if self._tried_collate or self._loader.of == 1 or collate in (None, default_collate):
+            return
+        self._tried_collate = True
+        with contextlib.suppress(Exception), put_back():  # what it cannot do is told where the batch is made
+            samples = [self._loader.dataset[number] for number in range(min(2, self._loader.order.length))]
+            before = snapshot()
+            collate(samples)
+            if not before.same(snapshot()):
+                warnings.warn(
+                    "collate_fn draws random numbers for the samples of a rank together, so losses depend on the "
+                    "number of ranks; draw them in the dataset, where they belong to samples",
+                    stacklevel=3,
+                )
 
     def _nothing(self, sample: int) -> Any:
         """A batch of no samples, for a rank that has none at an epoch's end but must take part in backward."""
