@@ -180,7 +180,7 @@ def _torn(other: Found) -> str | None:
 def _where(measured: Measured, allowed: Allowed, verdict: Verdict) -> str:
     step, parameter = verdict.first_step, verdict.first_parameter
     if step is None:
-        if exceeds(measured.weight, allowed.weight):
+        if exceeds(measured.weight, allowed.weight) or allowed.counts(measured.integers):
             return f"all steps agree, but the final values of {parameter} do not"
         return (
             "the training agrees, but the evaluation does not: the model or a metric depends on how samples are batched"

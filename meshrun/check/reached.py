@@ -15,11 +15,14 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshrun import strict_json
 from meshrun.config import RunDirectory
 from meshrun.observe.events import read_events
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOLD = ("losses", "grad_norms", "eval", "best", "skipped", "samples", "sample_ids_sha256")
 
@@ -72,11 +75,18 @@ def _near(found: Path, wanted: Path, tolerance: float) -> bool:
     from safetensors.torch import load_file
 
     one, other = load_file(found), load_file(wanted)
-    return one.keys() == other.keys() and all(
-        one[name].shape == tensor.shape
-        and float((one[name] - tensor).abs().max()) <= tolerance * float(tensor.abs().max())
-        for name, tensor in other.items()
-    )
+    return one.keys() == other.keys() and all(_near_tensor(one[name], other[name], tolerance) for name in other)
+
+
+def _near_tensor(found: Tensor, wanted: Tensor, tolerance: float) -> bool:
+    """Whole numbers and truth values must be the same, as must infinities, which are no measure for other values."""
+    if (found.shape, found.dtype) != (wanted.shape, wanted.dtype):
+        return False
+    changed = found != wanted
+    if not (found.is_floating_point() and changed.any()):
+        return not changed.any()
+    apart, sizes = (found - wanted)[changed].abs().max(), wanted[wanted.isfinite()].abs()
+    return float(apart) <= tolerance * (float(sizes.max()) if sizes.numel() else 0.0)
 
 
 def tensors_of(path: Path) -> bytes:

@@ -56,6 +56,8 @@ class Measured:
     ids_equal: bool
     not_number: str | None = None
     """The first result of either training that is NaN or infinite, in a few words."""
+    integers: frozenset[str] = frozenset()
+    """Buffers of whole numbers or truth values that are not the same."""
 
     @property
     def loss(self) -> float:
@@ -83,6 +85,12 @@ class Allowed:
     """The twin's first step already differs: this model computes something else with other micro-batches."""
     blown: bool = False
     """The twin ends so far away that layouts within what is allowed have not been shown to train the same."""
+    integers: frozenset[str] | None = frozenset()
+    """Buffers that differ in the twin too, as those that count forward passes do; None where there is no twin."""
+
+    def counts(self, integers: frozenset[str]) -> list[str]:
+        """Those of these buffers that must be the same."""
+        return [] if self.integers is None else sorted(integers - self.integers)
 
 
 @dataclass(frozen=True)
@@ -108,6 +116,7 @@ def measure(reference: Found, other: Found, folders: tuple[Path, Path]) -> Measu
         counts_equal=counts_equal,
         ids_equal=reference.ids == other.ids and reference.length == other.length,
         not_number=next(_not_numbers(reference, other, weights), None),
+        integers=unequal_integers(*folders),
     )
 
 
@@ -116,9 +125,10 @@ def allow(tolerance: float, twin: Measured | None, steps: int) -> Allowed:
     depends = twin is not None and (
         exceeds(twin.losses[0], tolerance) or exceeds(_largest(twin.parameters)[0], GROSS) or bool(twin.not_number)
     )
+    integers = None if twin is None else twin.integers
     if twin is None or depends:
         same = [tolerance] * steps
-        return Allowed(same, same, same, tolerance, tolerance, depends)
+        return Allowed(same, same, same, tolerance, tolerance, depends, integers=integers)
 
     # Rounding grows from step to step: what it has once reached holds for all steps after. Where that is more than the
     # tolerance, how much of it shows in one number or another is chance, and the largest of them holds for all.
@@ -137,6 +147,7 @@ def allow(tolerance: float, twin: Measured | None, steps: int) -> Allowed:
         weight=max(tolerance, MARGIN * max(twin.weight, grown[-1])),
         evals=max(tolerance, MARGIN * max(twin.evals, grown[-1])),
         blown=exceeds(twin.weight, BLOWN * tolerance),
+        integers=integers,
     )
 
 
@@ -150,7 +161,8 @@ def judge(measured: Measured, allowed: Allowed) -> Verdict:
             strict=True,
         )
     ]
-    same_end = measured.weight <= allowed.weight and measured.evals <= allowed.evals and measured.counts_equal
+    same_weights = measured.weight <= allowed.weight and not allowed.counts(measured.integers)
+    same_end = same_weights and measured.evals <= allowed.evals and measured.counts_equal
     step = outside.index(True) if any(outside) else None
     return Verdict(
         ok=step is None and same_end and measured.ids_equal,
@@ -164,7 +176,8 @@ def _first_parameter(measured: Measured, allowed: Allowed) -> str | None:
         for name, difference in step.items():
             if exceeds(difference, limit):
                 return name
-    return next((name for name, difference in measured.weights.items() if exceeds(difference, allowed.weight)), None)
+    apart = [name for name, difference in measured.weights.items() if exceeds(difference, allowed.weight)]
+    return next(iter([*apart, *allowed.counts(measured.integers)]), None)
 
 
 def _largest(steps: list[dict[str, float]]) -> list[float]:
@@ -258,6 +271,22 @@ def weight_differences(reference: Path, other: Path) -> dict[str, float]:
     return differences
 
 
+def unequal_integers(reference: Path, other: Path) -> frozenset[str]:
+    """Tensors of whole numbers or truth values that are in both and not the same, to the last digit."""
+    with (
+        safe_open(reference / WEIGHTS, framework="pt") as mine,
+        safe_open(other / WEIGHTS, framework="pt") as theirs,
+    ):
+        names = set(mine.keys()) & set(theirs.keys())
+        pairs = ((name, mine.get_tensor(name), theirs.get_tensor(name)) for name in names)
+        return frozenset(
+            name
+            for name, one, two in pairs
+            if not (one.is_floating_point() or one.is_complex())
+            and (one.dtype != two.dtype or not torch.equal(one, two))
+        )
+
+
 def _counts(peak: Tensor, level: float) -> Tensor:
     """Without any gradient nothing moves an element, and it must be the same; with next to none, noise does."""
     return (peak == 0) | (peak > level)
@@ -266,11 +295,13 @@ def _counts(peak: Tensor, level: float) -> Tensor:
 def _difference(mine: Tensor, theirs: Tensor, counts: Tensor | None) -> float:
     if mine.shape != theirs.shape:
         return math.inf
-    wide = torch.complex128 if mine.is_complex() else torch.float64
-    apart = theirs.to(wide) - mine.to(wide)
+    wide = torch.complex128 if mine.is_complex() or theirs.is_complex() else torch.float64
+    one, two = mine.to(wide), theirs.to(wide)
+    # Infinities at the same places, as in the mask of an attention, are no difference, and no size to measure by.
+    apart = torch.where(one == two, 0.0, two - one)
     if counts is not None:
         apart = apart * counts
-    size = torch.linalg.vector_norm(mine.to(wide)).item()
+    size = torch.linalg.vector_norm(torch.where(one.isfinite(), one, 0.0)).item()
     return torch.linalg.vector_norm(apart).item() / (size or 1.0)
 
 

@@ -6,7 +6,6 @@ load_weights(model, Path("best.safetensors"))
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -67,7 +66,7 @@ def whole(path: Path) -> Iterator[Path]:
 
 def _texts(about: Mapping[str, Any]) -> dict[str, str]:
     # One entry: safetensors itself adds others, with the names of tied weights.
-    return {"about": json.dumps(dict(about))}
+    return {"about": strict_json.dumps(dict(about))}
 
 
 def load_weights(model: nn.Module, path: Path) -> dict[str, Any]:

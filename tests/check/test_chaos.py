@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections import Counter
@@ -16,6 +17,7 @@ from safetensors.torch import save_file
 from meshrun.check.chaos import Outcome, Record
 from meshrun.check.disk import can_mount
 from meshrun.check.faults import Fault
+from meshrun.check.reached import _same_weights as same_weights
 from meshrun.check.reached import alike, differences, tensors_of, used_ids
 from meshrun.cli.chaos import armed_text
 from meshrun.cli.main import main
@@ -114,6 +116,40 @@ def test_a_step_counts_as_the_ranks_computed_it_that_the_run_had_last(tmp_path: 
     first.write("start", world=1)
     first.write("ids", step=2, ids=[7, 8])
     assert used_ids(run) == {1: Counter([5, 6]), 2: Counter([7, 8])}
+
+
+@pytest.mark.parametrize(
+    ("changes", "near"),
+    [
+        ({}, True),
+        ({"w": torch.tensor([1.0, 2.0 + 1e-5])}, True),
+        ({"w": torch.tensor([1.0, 2.1])}, False),
+        ({"w": torch.tensor([1.0, math.nan])}, False),
+        ({"w": torch.tensor([1.0, math.inf])}, False),
+        ({"w": torch.tensor([[1.0, 2.0]])}, False),
+        ({"mask": torch.tensor([1e-9, -math.inf])}, False),
+        ({"mask": torch.tensor([0.0, math.inf])}, False),
+        ({"seen": torch.tensor([(1 << 60) + 1])}, False),
+        ({"used": torch.tensor([False])}, False),
+        ({"none": torch.ones(0, 3)}, True),
+        ({"none": torch.ones(1)}, False),
+    ],
+)
+def test_weights_are_near_within_a_tolerance_and_what_is_no_fraction_is_the_same(
+    tmp_path: Path, changes: dict[str, torch.Tensor], near: bool
+):
+    weights = {
+        "w": torch.tensor([1.0, 2.0]),
+        "mask": torch.tensor([0.0, -math.inf]),
+        "seen": torch.tensor([1 << 60]),
+        "used": torch.tensor([True]),
+        "none": torch.ones(0, 3),
+        "close": torch.tensor([1.0]),
+    }
+    save_file(weights, tmp_path / "one")
+    save_file({**weights, "close": torch.tensor([1.00001]), **changes}, tmp_path / "other")
+    assert same_weights(tmp_path / "other", tmp_path / "one", 1e-4) == near
+    assert not same_weights(tmp_path / "other", tmp_path / "one", 0.0)
 
 
 def test_documents_are_alike_within_a_tolerance_but_for_counts_and_words():

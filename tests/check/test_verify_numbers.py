@@ -69,7 +69,7 @@ def test_differences_at_the_limit_are_allowed():
 
 
 def test_what_a_twin_drifts_is_allowed_ten_times_from_that_step_on():
-    assert allow(LIMIT, None, 3) == STRICT
+    assert allow(LIMIT, None, 3) == replace(STRICT, integers=None)
     assert allow(LIMIT, SAME, 3) == STRICT
     drift = 3 * LIMIT
     twin = replace(SAME, losses=[0.0, drift, 0.0], weights={"w": drift})
@@ -121,6 +121,56 @@ def test_elements_driven_by_noise_are_left_out_and_those_without_gradients_are_n
     assert weight_differences(one, noisy) == {"w": 0.0}
     still = written(tmp_path / "still", {"w": torch.tensor([1.0, 1.0, 5.0])})
     assert weight_differences(one, still)["w"] > 1
+
+
+@pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan, 1.0])
+def test_infinities_at_the_same_places_are_no_difference_and_hide_none(tmp_path: Path, wrong: float):
+    mask = torch.full((3, 3), -math.inf).triu(1)
+    one = written(tmp_path / "one", {"mask": mask})
+    assert weight_differences(one, written(tmp_path / "same", {"mask": mask.clone()})) == {"mask": 0.0}
+    for place in (0, 1) if wrong != -math.inf else (0,):  # where there is a number, and where there is an infinity
+        other = mask.clone()
+        other[0, place] = wrong
+        assert not weight_differences(one, written(tmp_path / f"{place}", {"mask": other}))["mask"] <= 1e-2
+
+
+def test_the_imaginary_part_is_compared_whichever_side_has_one(tmp_path: Path):
+    real, whole = torch.ones(2), torch.tensor([1.0 + 1.0j, 1.0])
+    for number, (mine, theirs) in enumerate([(whole, whole.real + 0j), (real, whole), (whole, real)]):
+        folders = [tmp_path / f"{number}-{side}" for side in range(2)]
+        one, other = (written(*each, {"w": real}) for each in zip(folders, [{"w": mine}, {"w": theirs}], strict=True))
+        assert weight_differences(one, other)["w"] > 0.5
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.tensor([1 << 60, 2]),
+        torch.tensor([(1 << 60) + 1, 2, 3]),
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([True, False]),
+    ],
+)
+def test_whole_numbers_are_the_same_to_the_last_digit_or_named(tmp_path: Path, other: Tensor):
+    weights = {"w": torch.ones(3), "seen": torch.tensor([(1 << 60) + 1, 2]), "used": torch.tensor([True, False])}
+    one = written(tmp_path / "one", weights)
+    same = written(tmp_path / "same", weights)
+    alone = Found("dp=1", 1, 1, [2.0], [1.0], [{}], {}, 8, "ids", {}, [], [1], [], [])
+    assert measure(alone, alone, (one, same)).integers == frozenset()
+    found = measure(alone, alone, (one, written(tmp_path / "other", {**weights, "seen": other})))
+    allowed = allow(LIMIT, measure(alone, alone, (one, same)), 1)
+    assert found.integers == {"seen"} and judge(measure(alone, alone, (one, same)), allowed).ok
+    verdict = judge(found, allowed)
+    assert (verdict.ok, verdict.first_step, verdict.first_parameter) == (False, None, "seen")
+
+
+def test_whole_numbers_that_other_micro_batches_change_too_say_nothing_of_a_layout():
+    counted = replace(SAME, integers=frozenset({"calls"}))
+    for first in (0.0, 2 * LIMIT):
+        allowed = allow(LIMIT, replace(counted, losses=[first, 0.0, 0.0]), 3)
+        assert judge(counted, allowed).ok and not judge(replace(SAME, integers=frozenset({"seen"})), allowed).ok
+    assert judge(counted, allow(LIMIT, None, 3)).ok, "nobody knows what other micro-batches would change"
+    assert not judge(counted, allow(LIMIT, SAME, 3)).ok
 
 
 @pytest.mark.parametrize(

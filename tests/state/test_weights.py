@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import json
+import math
 import os
 import pickle
 import resource
@@ -58,6 +60,16 @@ def test_what_is_written_about_them_comes_back_as_it_was(tmp_path: Path):
     about = {"step": 120, "loss": 0.0712345678901234, "name": "val", "done": True}
     save_weights(tensors(net()), tmp_path / "w.safetensors", about)
     assert load_weights(net(), tmp_path / "w.safetensors") == about
+
+
+def test_a_score_that_is_no_number_is_written_as_json_that_every_reader_takes(tmp_path: Path):
+    about = {"step": 4, "loss": 0.5, "accuracy": math.nan, "worst": math.inf}
+    save_weights(dict(nn.Linear(2, 2).named_parameters()), tmp_path / "w.safetensors", about)
+    with safe_open(tmp_path / "w.safetensors", framework="pt") as file:
+        written = json.loads(file.metadata()["about"], parse_constant=pytest.fail)
+    assert (written["step"], written["accuracy"], written["worst"]) == (4, None, None)
+    found = load_weights(nn.Linear(2, 2), tmp_path / "w.safetensors")
+    assert found["worst"] == math.inf and math.isnan(found["accuracy"])
 
 
 def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path):
