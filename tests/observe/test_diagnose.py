@@ -104,6 +104,30 @@ def test_of_several_readers_the_one_that_is_not_idle_is_named(tmp_path: Path):
     assert "its data reader (process 8), which is in model.py:2 forward (time.sleep(9))" in finding.sentence
 
 
+def test_a_reader_that_is_stopped_is_named_before_one_that_is_busy(tmp_path: Path):
+    stopped = DataReader(7, "T", [Frame(f"{TORCH}/utils/data/_utils/worker.py", 300, "_worker_loop")])
+    busy = DataReader(8, "S", [user_file(tmp_path, "time.sleep(9)"), *stopped.frames])
+    finding = diagnose([waiting(0), waiting(1, frames=READING, groups=[], readers=[busy, stopped])])
+    assert "its data reader (process 7), which is stopped (SIGSTOP)" in finding.sentence
+
+
+def test_what_most_of_the_others_wait_in_is_said(tmp_path: Path):
+    guilty = waiting(0, groups=[], frames=[user_file(tmp_path, "pass")])
+    odd = waiting(3, pulse=pulse(3, what="the last checkpoint"))
+    assert (
+        "ranks 1, 2 and 3 wait for it in the gradients of step 12"
+        in diagnose([guilty, waiting(1), waiting(2), odd]).sentence
+    )
+
+
+def test_who_is_neither_waiting_nor_to_blame_is_not_said_to_wait(tmp_path: Path):
+    frames = [user_file(tmp_path, "pass")]
+    guilty, busy = (
+        waiting(rank, pulse=pulse(rank, silent), groups=[], frames=frames) for rank, silent in ((0, 40.0), (1, 5.0))
+    )
+    assert "while rank 2 waits for it in" in diagnose([guilty, busy, waiting(2)]).sentence
+
+
 def test_rank_whose_readers_are_gone_is_named_so():
     finding = diagnose([waiting(0), waiting(1, frames=READING, groups=[])])
     assert "for its data reader, of which no process is left" in finding.sentence
@@ -156,6 +180,31 @@ def test_one_rank_against_two_is_the_one_that_made_another_call():
     finding = diagnose([stuck(0, "all_reduce"), stuck(1, "broadcast"), stuck(2, "all_reduce")])
     assert finding.rank == 1
     assert "left a collective out or made one too many at step 12: its number 37 is broadcast" in finding.sentence
+    assert "where ranks 0 and 2 have waited for 11 s in all_reduce" in finding.sentence
+
+
+def test_one_rank_against_two_is_the_odd_one_also_where_its_order_is_the_usual_one():
+    def stuck(rank: int, kind: str, before: str) -> Witness:
+        calls = (*of_steps(before), Call(len(before) + 1, kind, "[10] Float", 9.0, False))
+        return waiting(rank, groups=[Group("gloo:0", (0, 1, 2), calls)])
+
+    ranks = [stuck(0, "all_reduce", "gggg"), stuck(1, "broadcast", "bbbb"), stuck(2, "all_reduce", "gggg")]
+    assert diagnose(ranks).rank == 1
+
+
+def test_only_those_that_wait_in_the_same_call_are_said_to_have_waited_in_it():
+    missed = Group("gloo:a", (0, 1, 2), (Call(1, "all_reduce", "[10] Float", 50.0, False),))
+    other = Group("gloo:b", (3,), (Call(1, "broadcast", "[10] Float", 50.0, False),))
+    ranks = [
+        waiting(0, groups=[missed]),
+        waiting(1, groups=[]),
+        waiting(2, groups=[missed]),
+        waiting(3, groups=[other]),
+    ]
+    assert (
+        "rank 1 on node7 never came to all_reduce number 1, in which ranks 0 and 2 have waited"
+        in diagnose(ranks).sentence
+    )
 
 
 def test_rank_that_has_finished_while_others_wait_is_named():

@@ -81,3 +81,29 @@ def test_a_checkpoint_that_is_being_deleted_is_none_from_the_first_moment(three:
     monkeypatch.undo()
     catalog.remove_partial(folder)
     assert sorted(path.name for path in folder.iterdir()) == ["step-00000005", "step-00000009"]
+
+
+def test_of_two_saves_of_the_best_step_the_later_one_is_spared(three: Path):
+    folder = three / "checkpoints"
+    assert saved(folder, {"w": numbers(2)}, 9).path.name == "step-00000009.1"
+    assert [path.name for path in catalog.prune(folder, 1, 9)] == ["step-00000005", "step-00000009"]
+
+
+def test_a_checkpoint_is_found_under_any_name(three: Path, tmp_path: Path):
+    shutil.copytree(three / "checkpoints/step-00000009", tmp_path / "to-keep")
+    assert catalog.find(tmp_path / "to-keep") == tmp_path / "to-keep"
+
+
+def test_what_a_deletion_that_was_cut_off_has_left_is_in_nobody_s_way(three: Path):
+    folder = three / "checkpoints"
+    left = folder / ".partial-gone-step-00000012"
+    left.mkdir()
+    (left / "rank-00000.safetensors").write_bytes(b"half")
+    catalog.discard(folder / "step-00000012")
+    assert not left.exists() and catalog.newest(folder) == folder / "step-00000009"
+
+
+def test_a_score_that_names_no_step_makes_no_checkpoint_the_best(three: Path):
+    saved(three / "checkpoints", {"w": numbers(2)}, 13, {"best": {"loss": 0.5}})
+    with pytest.raises(UserError, match="has not been evaluated"):
+        catalog.best(three)

@@ -327,7 +327,8 @@ def test_memory_that_is_full_is_a_note_and_the_save_goes_on(
     kept.begin()
     kept.close()
     assert [each.error for each in kept.finished()] == [None]
-    assert len(kept.notes) == 1
+    kept.snapshot([Region.whole("w", WHOLE)], 2, {})
+    assert len(kept.notes) == 1, "it is told once, and not with every snapshot"
     assert "no room for 0.00 GB: No space left on device (--no-spare)" in kept.notes[0]
     assert list(node.iterdir()) == []
     assert torch.equal(Checkpoint.open(tmp_path / "c" / "step-00000001").whole("w"), WHOLE)
@@ -475,13 +476,13 @@ def test_of_several_ranks_that_fail_the_lowest_is_told_and_the_next_save_of_the_
 def test_a_neighbours_copy_and_other_ranks_of_this_node_stay_when_a_snapshot_is_marked(tmp_path: Path):
     kept = Saver(tmp_path / "run", ALONE, tmp_path / "memory", keep=2)
     (tmp_path / "memory").mkdir(exist_ok=True)
-    names = ["spare-00000", "spare-00007", "words-00000", "rank-00003", "passing-00000"]
+    names = ["spare-00000", "spare-00007", "words-00000", "rank-00001", "rank-00003", "passing-00000"]
     for name in names:
         (tmp_path / "memory" / f"{name}.safetensors").write_bytes(b"x")
         (tmp_path / "memory" / f"{name}.json").write_text("{}")
     kept.snapshot([Region.whole("w", BIAS)], 3, {})
     left = sorted(path.stem for path in (tmp_path / "memory").glob("*.safetensors"))
-    # Of a world of one rank: 7 and 3 are no more, and its own last words are older than this snapshot.
+    # Of a world of one rank: 7, 3 and 1 are no more, and its own last words are older than this snapshot.
     assert left == ["passing-00000", "rank-00000", "spare-00000"]
 
 
@@ -513,3 +514,33 @@ def test_words_of_a_save_that_were_heard_do_not_stay_in_the_store():
     shelf[made._key(index, 1)] = b"rank 1 has no room"
     assert made._heard(index) == ["rank 1 has no room", "rank 2 did not finish writing step 3 within 0 s"]
     assert shelf == {}
+
+
+def test_a_state_that_the_memory_has_no_room_for_leaves_nothing_there_and_a_note(
+    tmp_path: Path, node: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def half(path: Path, *_: Any) -> None:
+        path.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    kept = Saver(tmp_path / "c", ALONE, node, keep=2)
+    node.mkdir(exist_ok=True)
+    monkeypatch.setattr(saver, "write_image", half)
+    assert kept.put("words", [Region.whole("w", WHOLE)], 4, {}) is False
+    assert list(node.iterdir()) == []
+    assert kept.notes == [f"the state of step 4 could not be left in {node}: No space left on device"]
+
+
+def test_with_two_images_the_snapshot_before_the_last_one_stays_in_memory(tmp_path: Path, node: Path):
+    kept = Saver(tmp_path / "c", ALONE, node, keep=2, images=2)
+    for step in (1, 2, 3):
+        kept.snapshot([Region.whole("w", WHOLE + step)], step, {})
+    assert [(file.step, file.path.name) for file in memory_files(node)] == [
+        (3, "other-00000.safetensors"),
+        (2, "rank-00000.safetensors"),
+    ]
+    kept.begin()
+    kept.wait()
+    checkpoint = Checkpoint.open(tmp_path / "c" / "step-00000003")
+    assert torch.equal(checkpoint.whole("w"), WHOLE + 3)
+    assert list(checkpoint.manifest.files) == ["rank-00000.safetensors"], "whatever its image is called"

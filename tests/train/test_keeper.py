@@ -256,6 +256,13 @@ def test_the_last_evaluated_step_is_kept_beside_the_step(alone: Here, tmp_path: 
     assert (state["step"], state["evaluated"]) == (3, 2)
 
 
+def test_an_evaluation_is_part_of_the_state_that_is_left_to_others(alone: Here, tmp_path: Path):
+    trainer = trainer_in(tmp_path, alone, Every(never=True), evals={"val": points(8, seed=3)})
+    for _ in trainer.steps():
+        trainer._evaluate_and_keep()
+        assert keeper_of(trainer)._moment.evaluated == trainer.step
+
+
 @pytest.mark.parametrize(("tp", "cp", "writes"), [(0, 0, True), (1, 0, False), (0, 1, False)])
 def test_buffers_of_a_replica_are_written_by_one_of_its_ranks(tp: int, cp: int, writes: bool):
     here = SimpleNamespace(rank=3, replica=1, place={"tp": tp, "cp": cp, "pp": 0}.__getitem__)

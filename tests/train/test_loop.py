@@ -53,6 +53,12 @@ def test_time_spent_between_updates_is_not_counted_as_training(alone: Here):
     assert min(update.seconds for update in updates[1:]) < 0.4
 
 
+def test_a_model_that_somebody_has_put_into_evaluation_is_trained_in_training_mode(alone: Here):
+    trainer = Trainer(small(20, 6, steps=2), alone)
+    trainer.model.eval()
+    assert [trainer.model.training for _ in trainer.steps()] == [True, True]
+
+
 def test_epochs_become_steps(alone: Here):
     def steps(length: int, batch: int, epochs: float) -> int:
         return Trainer(small(length, batch, steps=None, epochs=epochs), alone).total_steps
@@ -159,6 +165,14 @@ def test_best_weights_that_cannot_be_written_are_told(alone: Here, tmp_path: Pat
     for _ in trainer.steps():
         trainer._evaluate_and_keep()
     assert told and all(text.startswith(f"cannot write {tmp_path}/weights/best.safetensors: ") for text in told)
+
+
+def test_last_weights_that_cannot_be_written_are_told(alone: Here, tmp_path: Path):
+    (tmp_path / "weights").write_text("a file where a folder should be")
+    trainer = Trainer(small(20, 6, steps=2), alone, weights=tmp_path / "weights")
+    trainer.train()
+    (text,) = trainer.unwritten
+    assert text.startswith(f"cannot write {tmp_path}/weights/last.safetensors: ")
 
 
 def test_of_equal_losses_the_earlier_weights_are_the_best(alone: Here, tmp_path: Path):
@@ -317,6 +331,18 @@ def test_a_dataset_whose_length_changes_is_refused(alone: Here):
     experiment = small(20, 6, train=Growing([data[index] for index in range(20)]))
     with pytest.raises(UserError, match=r"len\(train\) was \d+ when the training began and is \d+ after step 0; the"):
         list(Trainer(experiment, alone).steps())
+
+
+def test_a_dataset_whose_length_changes_amid_a_training_is_refused_at_the_end_of_the_epoch(alone: Here):
+    data = points(12)
+    samples = [data[index] for index in range(12)]
+    trainer = Trainer(small(12, 6, train=samples, steps=6), alone)
+    steps = trainer.steps()
+    next(steps)
+    samples.append(samples[0])
+    next(steps)
+    with pytest.raises(UserError, match=r"len\(train\) was 12 when the training began and is 13 after step 2; the"):
+        next(steps)
 
 
 def test_samples_that_are_no_pairs_are_refused(alone: Here):

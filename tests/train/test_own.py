@@ -94,15 +94,15 @@ def test_gradients_through_replicate_are_those_of_one_process(sizes: tuple[int, 
         alone.load_state_dict(model.module.state_dict())
         model.zero_grad()
         loss = mean_over_ranks(F.cross_entropy(model(inputs[mine]), targets[mine], reduction="sum"), sizes[rank()])
-        loss.backward()
+        (3 * loss).backward()
         whole = F.cross_entropy(alone(inputs), targets)
-        whole.backward()
+        (3 * whole).backward()
         assert loss.item() == pytest.approx(whole.item(), rel=1e-6)
         for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-7)
         with torch.no_grad():
             for each in model.parameters():
-                each -= 0.1 * each.grad
+                each -= 0.03 * each.grad
 
 
 @pytest.mark.ranks(2)
@@ -338,6 +338,18 @@ def test_an_empty_part_has_the_structure_of_the_others(kind: str):
     assert [tuple(each.shape) for each in tensors] == [(1 - rank(), 4)] * len(tensors) and len(targets) == 1 - rank()
 
 
+@pytest.mark.usefixtures("alone")
+def test_what_a_dataset_draws_goes_by_the_seed_that_was_given():
+    class Noisy(list[float]):
+        def __getitem__(self, number: Any) -> Any:
+            return torch.rand(())
+
+    def drawn(seed: int) -> list[float]:
+        return torch.cat(list(shard(DataLoader(Noisy([0.0] * 6), batch_size=3), seed))).tolist()
+
+    assert drawn(1) == drawn(1) and not set(drawn(1)) & set(drawn(2))
+
+
 @pytest.mark.ranks(2)
 def test_drop_last_leaves_the_short_batch_out_of_every_epoch():
     here = start_on_cpu(2)
@@ -364,6 +376,7 @@ def test_a_batch_that_cannot_be_cut_for_all_ranks_is_refused():
         ({"batch_size": None}, "needs a DataLoader with a batch_size"),
         ({"batch_size": 4, "sampler": WeightedRandomSampler([1.0] * 10, 10)}, "the order of a WeightedRandomSampler"),
         ({"batch_size": 4, "sampler": RandomSampler(range(10), replacement=True)}, "the order of a RandomSampler"),
+        ({"batch_size": 4, "sampler": RandomSampler(range(10), num_samples=6)}, "the order of a RandomSampler"),
         ({"batch_size": 4, "sampler": [3, 1, 2]}, "the order of a list"),
     ],
 )
