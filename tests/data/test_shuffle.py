@@ -119,6 +119,13 @@ def test_the_short_chunk_may_come_anywhere():
     assert places == {0, 1, 2, 3, 4}
 
 
+def test_each_epoch_has_its_chunks_in_an_order_of_its_own():
+    order = Order.of(Texts(64 * 64, chunk=64), 64, 3, "window:64")
+    chunks = [[int(ids[0] // 64) for ids in epoch_of(order, epoch)] for epoch in range(3)]
+    assert all(sorted(each) == list(range(64)) for each in chunks)
+    assert len(set(map(tuple, chunks))) == 3
+
+
 def test_a_window_without_a_size_has_32_chunks_and_8_batches_at_least():
     assert Order.of(Texts(10**6, chunk=100), 64, 0, "window").shuffle == Shuffle("window", 3200, 100)
     assert Order.of(Texts(10**6, chunk=100), 1000, 0, "window").shuffle == Shuffle("window", 8000, 100)

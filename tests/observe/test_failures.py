@@ -82,6 +82,13 @@ def test_failure_of_an_earlier_start_is_not_that_of_this_one(run: RunDirectory):
     assert first_failure(run, {0: KILLED}, "n7", since=6.0).sentence.startswith("rank 0 on n7 was killed")
 
 
+def test_of_several_failures_of_a_rank_the_first_is_told(run: RunDirectory):
+    failed(run, 0, time=5.0)
+    fields = {"rank": 0, "lines": [], "by_user": False, "secondary": False}
+    EventFile(run.events_of(0)).write("failure", time=6.0, sentence="its clean-up raised", **fields)
+    assert first_failure(run, {0: KILLED}, "n7").sentence == "rank 0 raised"
+
+
 def test_failure_that_only_the_memory_of_the_node_could_take_is_found(run: RunDirectory, tmp_path: Path):
     said = {"rank": 1, "lines": [], "by_user": False, "secondary": False}
     EventFile(failures_in(tmp_path, 1)).write("failure", time=5.0, sentence="rank 1 raised", **said)

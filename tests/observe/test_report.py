@@ -17,7 +17,7 @@ from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import UserError
 from meshrun.observe.drawing import Curve, curve, linear, logarithmic, smooth, thin
 from meshrun.observe.events import EventFile
-from meshrun.observe.history import read
+from meshrun.observe.history import Rank, read
 from meshrun.observe.legs import Leg, legs_of
 from meshrun.observe.numbers import number, whole
 from meshrun.observe.report import write_report
@@ -547,3 +547,10 @@ def test_starts_are_found_beside_lines_that_are_no_events(tmp_path: Path, lost: 
     events.write_bytes(lost + b"\n" + events.read_bytes() + lost)
     assert [(leg.last_step, leg.seconds) for leg in legs_of(events)] == [(12, 14.0), (20, 13.0)]
     assert legs_of(tmp_path / "none") == []
+
+
+def test_a_clock_that_was_set_back_takes_nothing_from_the_time_of_a_rank():
+    rank = Rank(0)
+    for moment in (10.0, 30.0, 20.0):
+        rank.add({"kind": "note", "time": moment, "text": ""})
+    assert (rank.first_time, rank.last_time) == (10.0, 30.0)

@@ -37,6 +37,11 @@ def test_what_is_too_short_to_matter_is_not_told():
     assert stragglers([sample(0, data_wait=0.0001), sample(1, data_wait=0.004)]) == []
 
 
+def test_who_takes_less_than_half_as_long_again_does_not_stand_out():
+    assert stragglers([sample(0, cpu=0.08), sample(1, cpu=0.11)]) == []
+    assert [each.rank for each in stragglers([sample(0, cpu=0.08), sample(1, cpu=0.13)])] == [1]
+
+
 def test_sniff_test_that_not_every_rank_has_done_says_nothing():
     assert stragglers([sample(0, sniff=0.0), sample(1, sniff=0.003)]) == []
 
@@ -68,6 +73,17 @@ def test_slowness_that_passes_is_not_told():
 def test_slowness_that_changes_is_told_again():
     told = looks(Straggling("node7"), [0.05] * 3 + [0.5] * 2)
     assert [len(sentences) for sentences in told] == [0, 0, 1, 1, 0]
+
+
+def test_slowness_that_gets_less_than_half_of_it_is_told_again():
+    told = looks(Straggling("node7"), [0.05] * 3 + [0.015] * 2)
+    assert [len(sentences) for sentences in told] == [0, 0, 1, 1, 0]
+
+
+def test_what_a_rank_computes_is_told_for_a_step():
+    straggling = Straggling("node7")
+    told = [straggling.look([reading(0, steps, 0.0), reading(1, steps, 0.0, cpu=0.3)]) for steps in range(0, 40, 10)]
+    assert told[-1] == ["rank 1 on node7 is slow: it computes 300.0 ms a step, the others 80.0 ms"]
 
 
 def test_stages_of_a_pipeline_may_compute_for_different_times():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from meshrun import UserError
+from meshrun.state import checkpoint as checkpoint_module
 from meshrun.state import shards
 from meshrun.state.checkpoint import BadCheckpoint, Checkpoint
 from meshrun.state.manifest import Entry, File, Index, Manifest
@@ -41,6 +43,45 @@ def test_every_type_of_number_comes_back_bit_for_bit(tmp_path: Path):
         assert found.dtype == tensor.dtype
         assert found.shape == tensor.shape
         assert torch.equal(found.reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize(
+    ("saved_as", "wanted"),
+    [
+        (torch.bfloat16, torch.float16),
+        (torch.float16, torch.bfloat16),
+        (torch.int32, torch.float32),
+        (torch.float64, torch.float32),
+        (torch.float32, torch.float64),
+    ],
+)
+def test_numbers_of_another_type_are_converted_and_not_taken_bit_by_bit(
+    tmp_path: Path, saved_as: torch.dtype, wanted: torch.dtype
+):
+    values = torch.tensor([1.0, -2.0, 0.0, 96.0])
+    into = torch.empty(4, dtype=wanted)
+    saved(tmp_path, {"w": values.to(saved_as)}).read(Region.whole("w", into))
+    assert torch.equal(into, values.to(wanted))
+
+
+def test_a_file_that_is_read_again_and_again_stays_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(checkpoint_module, "MOST_OPEN", 2)
+    boxes = {Box((row,), (1,)): torch.tensor([float(row)]) for row in range(3)}
+    found = written(tmp_path, boxes, (3,))
+    opened: list[str] = []
+    real = checkpoint_module.Reader
+
+    def counting(path: Path, *rest: Any) -> Reader:
+        opened.append(path.name)
+        return real(path, *rest)
+
+    monkeypatch.setattr(checkpoint_module, "Reader", counting)
+    names = sorted(found.manifest.files)
+    for row in (0, 1, 0, 2, 0):
+        into = torch.empty(1)
+        found.read(Region("w", into, (3,), (row,)))
+        assert into.item() == row
+    assert opened == [names[0], names[1], names[2]]
 
 
 def test_a_rank_s_file_is_a_safetensors_file(tmp_path: Path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import pytest
@@ -134,3 +135,27 @@ def test_a_file_travels_to_the_node_that_needs_it_and_only_there(tmp_path: Path)
     found = {file.index.name: file.path.read_bytes() for file in memory_files(memory)}
     both = {"rank-00000.safetensors": content, OTHER: content}
     assert found == (both if here.rank == 1 else {own.name: content})
+
+
+def test_nobody_reads_before_all_nodes_have_what_they_need(tmp_path: Path):
+    """All ranks meet twice: to know who leads whom, and once every file is there."""
+    met: list[Any] = []
+    here = SimpleNamespace(
+        rank=0, world=SimpleNamespace(local_rank=0), gathered=lambda value: met.append(value) or [value]
+    )
+    bring(here, tmp_path, [Offer(0, [index()])], [index()], [{index().name}])  # type: ignore[arg-type]
+    assert met == [0, None]
+
+
+def test_files_are_sent_in_one_order_by_a_node_that_has_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Node 1 has both files and node 2 needs them, in whatever order their ranks list them."""
+    for own in (0, 1, 2):
+        for listed in ([index(), index(OTHER)], [index(OTHER), index()]):
+            moved: list[tuple[str, str, int]] = []
+            monkeypatch.setattr(exchange, "_send", lambda path, _, to: moved.append(("send", path.name, to)))  # noqa: B023
+            monkeypatch.setattr(exchange, "_receive", lambda path, _, to: moved.append(("receive", path.name, to)))  # noqa: B023
+            here = SimpleNamespace(rank=own, world=SimpleNamespace(local_rank=0), gathered=lambda _: [0, 1, 2])
+            offers = [Offer(0, []), Offer(1, listed), Offer(2, [])]
+            bring(here, tmp_path, offers, listed, [set(), set(), {index().name, OTHER}])  # type: ignore[arg-type]
+            how = {0: [], 1: ["send", 2], 2: ["receive", 1]}[own]
+            assert moved == [(how[0], name, how[1]) for name in (index().name, OTHER) if how]

@@ -13,8 +13,9 @@ import torch
 
 from meshrun.state import checkpoint as module
 from meshrun.state.checkpoint import BadCheckpoint, Checkpoint
-from meshrun.state.manifest import Entry, File, Index, Manifest, Unfit
+from meshrun.state.manifest import Entry, File, Index, Manifest, Unfit, laid_out
 from meshrun.state.region import Box, Region
+from meshrun.state.shards import BLOCK
 
 from .places import numbers, saved
 
@@ -67,6 +68,7 @@ LIES: dict[str, Any] = {
     "an unknown type": ("entries", [["w", "F7", [4, 3], [0, 0], [2, 3], 64]]),
     "a piece outside": ("entries", [["w", "F32", [4, 3], [3, 0], [2, 3], 64]]),
     "a piece of other dimensions": ("entries", [["w", "F32", [4, 3], [0], [2], 64]]),
+    "more dimensions than a tensor has": ("entries", [["w", "F32", [1] * 65, [0] * 65, [1] * 65, 64]]),
     "a piece beyond the file": ("entries", [["w", "F32", [4, 3], [0, 0], [2, 3], 65]]),
 }
 
@@ -135,3 +137,24 @@ def test_no_more_files_are_open_than_a_process_may_have(tmp_path: Path, monkeypa
     links = [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]  # noqa: PTH115
     assert sum(str(tmp_path / "all") in link for link in links) <= 2
     both.close()
+
+
+def test_several_parts_of_a_tensor_on_one_rank_have_a_place_each():
+    """As of a matrix for queries, keys and values, of each of which tp gives a rank some rows."""
+    parts = [Region("qkv", torch.full((2, 3), float(at)), (12, 3), (at, 0)) for at in (0, 4, 8)]
+    laid, entries = laid_out(parts, {})
+    assert [(each.name, each.box) for each in entries] == [("qkv", each.box) for each in parts]
+    assert len({each.offset for each in entries}) == 3 and laid.bytes == len(laid.header) + 3 * 24
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 2])
+def test_a_file_of_whole_blocks_has_a_checksum_of_each_and_no_more(blocks: int):
+    whole = replace(index(0), file=File(blocks * BLOCK, [7] * blocks), entries=[])
+    assert Index.decode(whole.encode()) == whole
+    with pytest.raises(Unfit, match="checksums"):
+        Index.decode(replace(whole, file=File(blocks * BLOCK + 1, [7] * blocks)).encode())
+
+
+def test_infinities_in_pairs_come_back():
+    found = Index.decode(replace(index(0), state={"betas": (float("inf"), 0.9)}).encode()).state
+    assert found == {"betas": [float("inf"), 0.9]}

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from meshrun.state.manifest import File, Index
-from meshrun.state.memory import Staging, fitting, mark, memory_files, of_one_moment
+from meshrun.state import memory
+from meshrun.state.checkpoint import Checkpoint
+from meshrun.state.manifest import File, Index, laid_out
+from meshrun.state.memory import Staging, fitting, mark, memory_files, of_one_moment, write_image
+from meshrun.state.region import Region
 
 
 def left(folder: Path, rank: int, step: int, content: bytes = b"abcd", **changes: Any) -> Index:
@@ -92,3 +97,56 @@ def test_room_is_made_anew_only_for_a_larger_state(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(staging, "_mapped", lambda size: made.append(size) or mapped(size))  # type: ignore[func-returns-value]
     assert [staging.room(size).numel() for size in (4, 4, 3, 5, 5)] == [4, 4, 3, 5, 5]
     assert made == [4, 5]
+
+
+def test_state_that_lies_in_the_memory_of_two_nodes_is_read_from_both(tmp_path: Path):
+    whole = torch.arange(6.0)
+    for rank in (0, 1):
+        region = Region("w", whole[3 * rank : 3 * rank + 3], (6,), (3 * rank,))
+        laid, entries = laid_out([region], {})
+        name = f"rank-{rank:05d}.safetensors"
+        index = Index(rank, 4, "fsdp=2", 2, {}, name, File(laid.bytes, None), entries)
+        write_image(tmp_path / f"node-{rank}" / name, laid.header, [region], index)
+    folders = [tmp_path / "node-0", tmp_path / "node-1"]
+    assert torch.equal(Checkpoint.from_memory(folders, 4).whole("w"), whole)
+
+
+def test_states_that_have_left_out_other_steps_or_are_of_other_layouts_are_of_two_moments(tmp_path: Path):
+    state = {"skipped": [2], "evaluated": 0}
+    left(tmp_path, 0, 3, state=state)
+    left(tmp_path, 1, 3, state=state)
+    left(tmp_path, 2, 3, state={**state, "skipped": []})
+    left(tmp_path, 3, 3, state=state, layout="fsdp=2")
+    left(tmp_path, 4, 3, state=state, world=5)
+    assert [file.rank for file in of_one_moment([tmp_path], 3)] == [0, 1]
+
+
+def test_an_image_that_is_written_anew_is_not_whole_until_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    region = Region.whole("w", torch.ones(3))
+    laid, entries = laid_out([region], {})
+    before = left(tmp_path, 0, 3)
+    seen: list[object] = []
+
+    def writing(path: Path, *_: Any, **__: Any) -> None:
+        seen.append(memory_files(tmp_path))
+        path.write_bytes(bytes(laid.bytes))
+
+    monkeypatch.setattr(memory, "write_buffers", writing)
+    path = tmp_path / before.name
+    write_image(path, laid.header, [region], replace(before, step=4, file=File(laid.bytes, None), entries=entries))
+    assert seen == [[]] and [file.step for file in memory_files(tmp_path)] == [4]
+
+
+def test_numbers_of_several_widths_lie_where_the_index_says(tmp_path: Path):
+    tensors = {
+        "bytes": torch.arange(5, dtype=torch.uint8),
+        "wide": torch.arange(3.0).double(),
+        "half": torch.ones(3).half(),
+    }
+    regions = [Region.whole(name, tensor) for name, tensor in tensors.items()]
+    laid, entries = laid_out(regions, {})
+    name = "words-00000.safetensors"
+    index = Index(0, 4, "dp=1", 1, {}, name, File(laid.bytes, None), entries)
+    write_image(tmp_path / name, laid.header, regions, index)
+    found = Checkpoint.from_memory([tmp_path], 4)
+    assert all(torch.equal(found.whole(name), tensor) for name, tensor in tensors.items())

@@ -224,3 +224,42 @@ def test_an_index_that_is_too_long_is_not_waited_for(pair: Pair, monkeypatch: py
     monkeypatch.setattr(module, "_read", lambda wire, length: [asked.append(length), read(wire, length)][1])
     assert say(pair, "spare-00001.safetensors", b"data", length=MOST_BYTES + 1) == b"" and asked == [8]
     assert say(pair, "spare-00001.safetensors", b"data", length=MOST_BYTES) == b"" and asked[1:] == [8, MOST_BYTES]
+
+
+def test_each_rank_of_a_node_sends_to_the_seat_of_its_own_on_the_next_one():
+    seats = [(0, 0, "a", 1), (0, 1, "a", 2), (2, 0, "c", 3), (2, 1, "c", 4), (1, 0, "b", 5)]
+    found = [module._partner(seats, rank) for rank in range(5)]
+    assert found == [("b", 5), ("b", 5), ("a", 1), ("a", 2), ("c", 3)]
+    assert module._partner(seats[:2], 1) is None
+
+
+def test_a_copy_is_named_after_the_rank_in_the_whole_run(pair: Pair):
+    sender = Neighbour(Rank(0, "word", pair.seats), pair.folders[0])  # type: ignore[arg-type]
+    sender.here.rank = 7  # type: ignore[misc]
+    sender.send(index(size=len(IMAGE)))
+    sender.wait()
+    assert pair.kept == ["spare-00007.json", "spare-00007.safetensors"]
+
+
+def test_a_newer_copy_never_lies_beside_the_index_of_the_older_one(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    assert pair.send() == []
+    seen: list[list[str]] = []
+    real = Path.replace
+
+    def noting(path: Path, target: Any) -> Path:
+        moved = real(path, target)
+        if path.name.endswith("safetensors"):
+            seen.append(pair.kept)
+        return moved
+
+    monkeypatch.setattr(Path, "replace", noting)
+    assert pair.send() == []
+    assert seen == [["spare-00000.safetensors"]]
+
+
+def test_a_copy_that_is_not_kept_is_told_once(pair: Pair):
+    sender = Neighbour(Rank(0, "word", pair.seats), pair.folders[0])  # type: ignore[arg-type]
+    for _ in range(2):
+        sender.send(replace(index(size=len(IMAGE) + 1)))  # longer than what is sent: the keeper waits for the rest
+        sender.wait()
+    assert len(sender.notes) == 1 and sender.notes[0].endswith("the rank there did not keep it")

@@ -171,6 +171,14 @@ class ByNorm(SGD):
                 each.data -= group["lr"] * each.data.norm() * each.grad
 
 
+class LaterByNorm(ByNorm):
+    """Begins as SGD."""
+
+    def step(self) -> None:  # type: ignore[override]
+        self.steps = getattr(self, "steps", 0) + 1
+        SGD.step(self) if self.steps < 3 else ByNorm.step(self)
+
+
 class NeedsAModel(SGD):
     def step(self) -> None:  # type: ignore[override]
         raise TypeError("it needs the whole model")
@@ -181,7 +189,7 @@ def test_optimizers_that_update_each_element_by_itself_go_with_parts_of_matrices
     refuse_unless_by_element(lambda parameters: kind(parameters, lr=0.1), "fsdp=2")
 
 
-@pytest.mark.parametrize("kind", [ByNorm, NeedsAModel])
+@pytest.mark.parametrize("kind", [ByNorm, LaterByNorm, NeedsAModel])
 def test_optimizers_that_need_whole_matrices_are_refused_where_ranks_hold_parts(kind: Any):
     said = rf"the optimizer {kind.__name__} does not update each element by itself, but on layout 'fsdp=2'"
     with pytest.raises(SharedError, match=said):
