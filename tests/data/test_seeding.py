@@ -80,7 +80,17 @@ def test_samples_are_the_same_on_every_mesh_with_any_readers_and_after_a_resume(
 
 
 def test_seeds_epochs_and_samples_have_words_of_their_own():
-    places = [(0, 0, 1), (0, 0, 2), (0, 1, 1), (1, 0, 1), (0, None, 1), (0, 0, [1, 2])]
+    places = [
+        (0, 0, 1),
+        (0, 0, 2),
+        (0, 1, 1),
+        (1, 0, 1),
+        (0, None, 1),
+        (0, 0, [1, 2]),
+        (0, 11, 2),
+        (0, 1, 12),
+        (1, 1, 2),
+    ]
     assert len({seeding.word_for(*place) for place in places}) == len(places)
 
 

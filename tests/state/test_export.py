@@ -339,3 +339,26 @@ def test_whole_numbers_of_a_buffer_are_exported_exactly(tmp_path: Path):
     tensors = {"model/w": numbers(1), **{f"buffer/seen@{replica}": torch.tensor(large) for replica in range(2)}}
     to_safetensors(saved(tmp_path / "c", tensors), tmp_path / "m.safetensors")
     assert load_file(tmp_path / "m.safetensors")["seen"].item() == large, "its mean would be rounded"
+
+
+def test_statistics_in_half_precision_are_averaged_in_full(tmp_path: Path):
+    """In bfloat16 256 + 1 is 256."""
+    values = (256.0, 1.0, 1.0)
+    tensors = {f"buffer/mean@{replica}": torch.tensor([value]).bfloat16() for replica, value in enumerate(values)}
+    to_safetensors(saved(tmp_path / "c", {"model/w": numbers(1), **tensors}), tmp_path / "m.safetensors")
+    assert load_file(tmp_path / "m.safetensors")["mean"].tolist() == [86.0]
+
+
+def test_a_weight_that_is_larger_than_a_file_should_be_has_one_of_its_own(tmp_path: Path):
+    checkpoint = saved(tmp_path / "c", {"model/a": numbers(100), "model/b": numbers(2), "model/c": numbers(200)})
+    to_hf(checkpoint, tmp_path / "m", most=40)
+    assert sorted(path.name for path in (tmp_path / "m").glob("*.safetensors")) == [
+        f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)
+    ]
+
+
+def test_a_buffer_whose_name_has_an_at_sign_keeps_it(tmp_path: Path):
+    tensors = {"model/w": numbers(1), "buffer/at@home@0": torch.ones(1), "buffer/at@home@1": 3 * torch.ones(1)}
+    to_safetensors(saved(tmp_path / "c", tensors), tmp_path / "m.safetensors")
+    found = load_file(tmp_path / "m.safetensors")
+    assert found.keys() == {"w", "at@home"} and found["at@home"].item() == 2

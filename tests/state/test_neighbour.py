@@ -263,3 +263,15 @@ def test_a_copy_that_is_not_kept_is_told_once(pair: Pair):
         sender.send(replace(index(size=len(IMAGE) + 1)))  # longer than what is sent: the keeper waits for the rest
         sender.wait()
     assert len(sender.notes) == 1 and sender.notes[0].endswith("the rank there did not keep it")
+
+
+def test_a_sender_that_stops_amid_its_copy_is_given_up(pair: Pair, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "_PATIENCE", 0.3)
+    before = len(listeners())
+    with socket.create_connection(pair.where, 5) as sender:
+        handshake.prove(sender, b"word")
+        named = replace(index(size=9), name="spare-00000.safetensors").encode()
+        sender.sendall(module._LENGTH.pack(len(named)) + named + b"x")
+        wait_until(lambda: len(listeners()) > before, 10)
+        wait_until(lambda: len(listeners()) == before, 10)
+    assert pair.kept == []

@@ -213,3 +213,9 @@ def test_nothing_is_written_through_a_link_that_another_has_put_beside_it(tmp_pa
         beside.write_text("weights")
     assert precious.read_text() == "years of work"
     assert path.read_text() == "weights" and not path.is_symlink()
+
+
+def test_a_weight_in_another_order_of_memory_is_written_as_it_is_read(tmp_path: Path):
+    turned = torch.arange(6.0).view(2, 3).t()
+    save_weights({"w": turned}, tmp_path / "a.safetensors", {})
+    assert torch.equal(load_file(tmp_path / "a.safetensors")["w"], turned)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import struct
 import threading
@@ -192,3 +193,31 @@ def test_a_wait_that_was_cancelled_is_not_answered_later():
     assert client.say(command(CANCEL)) == [b"\1"]
     keys.set(b"a", b"1")
     assert client.answers == [b"\1"]
+
+
+@pytest.mark.parametrize("owner", [None, 0x7FFFFFFF])
+def test_a_client_whose_user_is_another_or_cannot_be_told_is_shown_out(
+    owner: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(server_module, "owner_of_peer", lambda _: owner)
+    with Server() as server, on_loopback(server) as client, contextlib.suppress(OSError):
+        client.sendall(command(PING, b"1234"))
+        assert client.recv(4) == b""
+
+
+def test_a_client_that_takes_no_answers_keeps_nobody_waiting():
+    with Server() as server:
+        address = ("127.0.0.1", server.port)
+        with socket.create_connection(address, 10) as lazy, socket.create_connection(address, 10) as quick:
+            lazy.sendall(BEGIN + command(SET, text(b"big"), text(bytes(1 << 20))) + 64 * command(GET, text(b"big")))
+            quick.sendall(BEGIN + command(PING, b"1234"))
+            assert received(quick, 4) == b"1234"
+
+
+def test_a_node_that_has_proved_itself_stays(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(server_module, "PATIENCE", 0.2)
+    with Server() as server, knock(server) as node, knock(server) as stranger:
+        prove(node, SECRET)
+        assert len(received(stranger, 65)) == 65 and stranger.recv(1) == b"", "the one that proves nothing goes"
+        node.sendall(BEGIN + command(PING, b"1234"))
+        assert received(node, 4) == b"1234"
