@@ -871,3 +871,25 @@ def test_in_a_folder_for_copies_that_others_can_write_to_nothing_planted_is_read
         cache.use(None, None)
     assert made is not None and made.read_text() == "own rows" and made.stat().st_uid == os.getuid()
     assert precious.read_text() == "years of work"
+
+
+def test_what_killed_users_have_left_goes_with_the_next_one_and_what_is_being_made_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It may be many gigabytes, and the folder that of the whole machine."""
+    cache.use(None, None)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(once, "_in_use", {})
+    folder = tmp_path / f"meshrun-{os.getuid()}"
+    folder.mkdir(mode=0o700)
+    left, made = (f"{name}.csv-0123456789abcdef" for name in ("left", "made"))
+    for name in (left, f".{left}.part", f".gone{left}.part", made, f".{made}.part"):
+        (folder / name).touch()
+        os.utime(folder / name, (time.time() - 120, time.time() - 120))
+    held = os.open(folder / made, os.O_RDWR)
+    once.fcntl.flock(held, once.fcntl.LOCK_EX)
+    try:
+        once._folder()
+    finally:
+        os.close(held)
+    assert sorted(each.name for each in folder.iterdir()) == [f".{made}.part", made]

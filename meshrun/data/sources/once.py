@@ -29,7 +29,7 @@ _FAILED = b"no room"
 """What stands in a file that could not be made, for those who waited for it."""
 _AGAIN = 600.0
 """Seconds after which it is tried again."""
-_OLD = 86400.0
+_OLD = 60.0
 """Seconds after which what nobody uses is removed by whoever comes by: its last user was killed."""
 _OURS = re.compile(r"-[0-9a-f]{16}(\.part)?$")
 """How names end that were given here."""
@@ -138,15 +138,36 @@ def _remove_old(folder: Path) -> None:
     for path in folder.iterdir():
         with contextlib.suppress(OSError):
             if _OURS.search(path.name) and path not in _in_use and time.time() - path.lstat().st_mtime > _OLD:
-                held = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
-                _remove_unused(path, held)
-                os.close(held)
+                _remove_left(path)
+
+
+def _remove_left(path: Path) -> None:
+    """Remove a file that nobody holds. Of one that is being made its maker holds what lies under the final name."""
+    final = path.with_name(path.name[1:].removesuffix(".part")) if path.name.endswith(".part") else path
+    if not os.path.lexists(final):
+        path.unlink()
+        return
+    held = os.open(final, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        if final == path:
+            _remove_unused(path, held)
+        elif _is_free(held):
+            path.unlink()
+    finally:
+        os.close(held)
+
+
+def _is_free(held: int) -> bool:
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _remove_unused(path: Path, held: int) -> None:
     with contextlib.suppress(OSError):
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_still(path, held):
+        if _is_free(held) and _is_still(path, held):
             path.unlink()
 
 
