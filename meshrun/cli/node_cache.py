@@ -140,8 +140,7 @@ def make_private(folder: Path) -> None:
 @contextlib.contextmanager
 def kept_on_node(config: RunConfig, run: RunDirectory, site: Site | None, memory: Path | None) -> Iterator[None]:
     """Take the copies away in the end, and those of killed runs now; who still has one open keeps it."""
-    if config.cache in OURS:
-        sweep(_all_places(run, site, None))
+    sweep(_all_places(run, site, None))
     try:
         yield
     finally:

@@ -133,7 +133,7 @@ def test_copies_of_a_run_that_was_killed_are_swept_by_the_next_run_of_the_user(n
     with kept_on_node(config("tmp"), RunDirectory(tmp_path / "runs" / "next-1"), None, Path("node-3")):
         assert list(node.iterdir()) == [held]
     leave_node()
-    with kept_on_node(config("tmp"), RunDirectory(tmp_path / "runs" / "next-2"), None, Path("node-4")):
+    with kept_on_node(config("none"), RunDirectory(tmp_path / "runs" / "next-2"), None, Path("node-4")):
         assert list(node.iterdir()) == []
 
 
