@@ -207,14 +207,18 @@ class KeyedAttention(Keyed, nn.MultiheadAttention):
         """Dropout by (head, query, key) in the unsplit tensor."""
         if p in (0, 1) or self.moment.key is None:
             return F.dropout(weights, p)
-        words = self.sample_words(weights)
-        samples, heads, queries, keys = weights.shape
-        if samples != len(words):
+        call = self.next_call()
+        words = self.words_of(call, weights)
+        entries, heads, queries, keys = weights.shape
+        each = entries // max(1, len(words))
+        if entries != each * len(words) or (each > 1 and call.place is not None and call.place.together is not None):
             raise self.misfit(weights, "dim 0 of (batch, heads, queries, keys)")
         places, length = self._places(queries, weights.device)
         columns, _ = self._places(keys, weights.device)
         first = self._first_head(heads)
-        rows = torch.arange(first, first + heads, device=weights.device)[:, None] * length + places
+        own = torch.arange(first, first + heads, device=weights.device)
+        own = (torch.arange(max(1, each), device=weights.device)[:, None] * self.num_heads + own).flatten()
+        rows = own[:, None] * length + places
         return dropped(weights, keeps(words, rows.flatten(), columns, p).view(weights.shape), p)
 
     def _places(self, tokens: int, device: torch.device) -> tuple[Tensor, int]:

@@ -8,15 +8,20 @@
 The sizes of tensors alone cannot tell a batch of 32 samples from 32 tokens. So the model's own code is run on fake
 tensors, which have shapes and no values, with 3 and with 5 copies of the first sample: the dimension that grows from a
 multiple of 3 to that multiple of 5 is the batch.
+
+Where a sample owns several entries of it, shapes do not say in which order: (batch * time), (time * batch), two views
+of the batch one after the other. So such a model, if it is not large, is also run with values, which may be any, on
+two batches that differ in one sample: the entries that differ are that sample's.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +38,10 @@ from meshrun.parallel.placed import call
 
 SIZES = (3, 5)
 """Of the two batches: neither a multiple of the other, and more than one sample, for BatchNorm."""
+MOST_WORK = 1e10
+"""Values times rows of activations, up to which a model is run with values: about a second."""
+LOOKED_AT = 8
+"""Samples among which one is looked for that is like the first, with other values."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,8 @@ class BatchFinder:
     def _traced(self) -> BatchDims | None:
         if self.model is None:
             return None
-        sample = _first_sample(self.experiment)
+        sample = _sample(self.experiment, 0)
+        model = copy.deepcopy(self.model)
         batches = [(self.experiment.collate or default_collate)([sample] * size)[0] for size in SIZES]
         runs: list[tuple[Seen, list[tuple[int, ...]]]] = []
         with _fake():
@@ -91,14 +101,115 @@ class BatchFinder:
         calls: dict[str, list[Place]] = {}
         for (name, shape), (_, larger) in zip(few, more, strict=True):
             calls.setdefault(name, []).append(place_of(shape, larger))
+        if any(place.dim is not None and place.shape[place.dim] > 1 for places in calls.values() for place in places):
+            calls = self._ordered(model, calls, few)
         return BatchDims(calls, [place_of(*each).dim for each in zip(few_outputs, more_outputs, strict=True)])
 
+    def _ordered(self, model: nn.Module, calls: dict[str, list[Place]], seen: Seen) -> dict[str, list[Place]]:
+        """The places, with the order of a sample's entries where that was found out."""
+        rows = max(math.prod(shape[:-1]) for _, shape in seen)
+        if sum(each.numel() for each in model.parameters()) * rows > MOST_WORK:
+            return calls
+        try:
+            runs = self._with_values(model)
+        except Exception:  # values that are none of the model's own may be too strange for its code
+            return calls
+        if runs is None or [name for name, _ in runs[0]] != [name for name, _ in seen]:
+            return calls
+        found: dict[str, list[Place]] = {}
+        for (name, one), (_, other) in zip(*runs, strict=True):
+            place = calls[name][len(found.setdefault(name, []))]
+            found[name].append(replace(place, together=together(place, one, other)))
+        return found
 
-def _first_sample(experiment: Experiment) -> Any:
+    def _with_values(self, model: nn.Module) -> list[list[tuple[str, Tensor]]] | None:
+        """What dropouts get for two batches that differ in the second of three samples; None without such samples."""
+        first = _sample(self.experiment, 0)
+        shapes = [each.shape for each in tree_leaves(first) if isinstance(each, Tensor)]
+        others = (_sample(self.experiment, i) for i in range(1, min(LOOKED_AT, len(self.experiment.train))))
+        for other in others:
+            if [each.shape for each in tree_leaves(other) if isinstance(each, Tensor)] == shapes:
+                break
+        else:
+            return None
+        _fill(model)
+        runs = []
+        for samples in ([first, first, first], [first, other, first]):
+            inputs = (self.experiment.collate or default_collate)(samples)[0]
+            seen: Seen = []
+            values: list[Tensor] = []
+            own = copy.deepcopy(model)
+            with _plain(), recording(own, seen, values):
+                torch.manual_seed(0)
+                call(own, inputs)
+            runs.append([(name, each) for (name, _), each in zip(seen, values, strict=True)])
+        return runs
+
+
+def together(place: Place, one: Tensor, other: Tensor) -> int | None:
+    """How many entries of a sample are next to each other: None for all, and 0 where they are in no order.
+
+    `one` and `other` are what a dropout gets for two batches of three samples that differ in the second. None also
+    where these do not tell.
+    """
+    if place.dim is None or (each := place.shape[place.dim]) == 1 or one.shape != other.shape:
+        return None
+    if place.dim >= one.dim() or one.shape[place.dim] != SIZES[0] * each:
+        return None
+    differs = (one != other).movedim(place.dim, 0).flatten(1).any(1)
+    if differs.all() or not differs.any() or bool(one.isnan().any() or other.isnan().any()):
+        return None  # samples are mixed, by attention over the batch for example
+    index = torch.arange(len(differs))
+    found = 0
+    for number in (number for number in range(each, 0, -1) if each % number == 0):
+        second = index // number % SIZES[0] == 1
+        if torch.equal(second, differs):
+            return None if number == each else number
+        if not found and not (differs & ~second).any():
+            found = number
+    return None if found == each else found
+
+
+def _fill(model: nn.Module) -> None:
+    """Values of which the results of any two samples are others."""
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            if weight.dim() > 1 and weight.is_floating_point():
+                weight.normal_(0, weight.shape[-1] ** -0.5, generator=generator)
+            else:
+                weight.fill_(1)
+        for buffer in model.buffers():
+            counts = not (buffer.is_floating_point() or buffer.is_complex() or buffer.dtype == torch.bool)
+            buffer.fill_(0 if counts else 1)
+    for part in model.modules():
+        if isinstance(part, nn.modules.batchnorm._BatchNorm):
+            part.eval()  # in training it mixes the samples
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    """Inside, a model computes beside all that goes on, and the generators are put back."""
+    before = random.getstate(), np.random.get_state()
+    try:
+        with (
+            torch.random.fork_rng(devices=[]),
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+            torch.no_grad(),
+        ):
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+
+
+def _sample(experiment: Experiment, number: int) -> Any:
     """What it draws leaves the program's generators as they are."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
-        return experiment.train[0]
+        return experiment.train[number]
     finally:
         torch.set_rng_state(before[0])
         random.setstate(before[1])

@@ -118,7 +118,8 @@ class KeyedDropout(Keyed, nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p in (0, 1) or self.moment.key is None:
             return super().forward(input)
-        return self.drop(input, self.p)
+        output = self.drop(input, self.p)
+        return input.copy_(output) if self.inplace else output
 
     def drop(self, input: Tensor, p: float) -> Tensor:
         """The input without what is dropped at this rate."""
@@ -127,6 +128,11 @@ class KeyedDropout(Keyed, nn.Dropout):
         if call.place is not None and call.place.dim is None:
             return self._kept(input[None], words, p)[0]
         dim = self._batch_dim(input, len(words), call)
+        if call.place is not None and call.place.together is not None and len(words):
+            if not call.place.together or self.part_of_sequence is not None:
+                raise self.misfit(input, f"in dim {dim}, the entries of each sample in the same order,")
+            apart = input.unflatten(dim, (-1, len(words), call.place.together)).movedim(dim + 1, 0)
+            return self._kept(apart, words, p).movedim(0, dim + 1).flatten(dim, dim + 2)
         return self._kept(input, words, p) if dim == 0 else self._kept(input.movedim(dim, 0), words, p).movedim(0, dim)
 
     def _batch_dim(self, input: Tensor, samples: int, call: Call) -> int:
@@ -203,6 +209,7 @@ class _KeyedChannels(Keyed):
     """A dropout of whole channels: the element's index is that of its channel, and the features are the channels."""
 
     p: float
+    inplace: bool
     part_of_sequence: Part | None
     part_of_features: Part | None
     batched: tuple[int, ...]
@@ -211,14 +218,17 @@ class _KeyedChannels(Keyed):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or self.p in (0, 1) or self.moment.key is None:
             return super().forward(input)
-        return self.drop(input, self.p)
+        output = self.drop(input, self.p)
+        return input.copy_(output) if self.inplace else output
 
     def drop(self, input: Tensor, p: float) -> Tensor:
         """The input without the channels that are dropped at this rate."""
-        words = self.sample_words(input)
+        call = self.next_call()
+        words, place = self.words_of(call, input), call.place
         batch = input if input.dim() in self.batched else input.unsqueeze(0)
         samples, (entries, channels) = len(words), batch.shape[:2]
-        if batch.dim() not in self.batched or entries != samples * (each := entries // max(samples, 1)):
+        elsewhere = place is not None and (place.dim or place.together == 0)
+        if elsewhere or batch.dim() not in self.batched or entries != samples * (each := entries // max(samples, 1)):
             raise self.misfit(input, f"dim 0 of what a {type(self).__name__.removeprefix('Keyed')} gets")
         axis = of_part(channels, self.part_of_features or self.part_of_sequence, input.device)
         positions = self.moment.positions
@@ -226,6 +236,8 @@ class _KeyedChannels(Keyed):
             mine = positions_of_part(positions, self.part_of_sequence)
             axis = mine.to(input.device) if len(mine) == channels else axis
         kept = keeps(words, torch.arange(each, device=input.device), axis, p)
+        if place is not None and place.together:
+            kept = kept.view(samples, -1, place.together, channels).transpose(0, 1).contiguous()
         kept = kept.view(entries, channels, *[1] * (batch.dim() - 2))
         return dropped(batch, kept, p).view(input.shape)
 

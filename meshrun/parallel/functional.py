@@ -107,7 +107,7 @@ class Site:
 
 
 _SITES: WeakKeyDictionary[nn.Module, Site] = WeakKeyDictionary()
-_recorder: tuple[WeakKeyDictionary[nn.Module, str], Seen] | None = None
+_recorder: tuple[WeakKeyDictionary[nn.Module, str], Seen, list[Tensor] | None] | None = None
 _again_in: Site | None = None
 """The module whose code is computed again, in a backward pass: no frame leads to it."""
 
@@ -139,11 +139,14 @@ def leave_uncompiled(disable: Callable[[Any], Any]) -> None:
 
 
 @contextmanager
-def recording(model: nn.Module, seen: Seen) -> Iterator[None]:
-    """Inside, dropouts that are called in the model's code drop nothing, and what they get is written down."""
+def recording(model: nn.Module, seen: Seen, values: list[Tensor] | None = None) -> Iterator[None]:
+    """Inside, dropouts that are called in the model's code drop nothing, and what they get is written down.
+
+    `values` receives the tensors themselves; of attention those of the queries, to which the weights belong.
+    """
     global _recorder
     names = WeakKeyDictionary({module: name for name, module in model.named_modules()})
-    before, _recorder = _recorder, (names, seen)
+    before, _recorder = _recorder, (names, seen, values)
     try:
         yield
     finally:
@@ -197,7 +200,7 @@ _REPLACED: dict[str, Callable[..., Tensor]] = {
 def _dropped(kind: str, input: Tensor, p: float, training: bool, inplace: bool) -> Tensor:
     if not training or not 0 < p < 1 or input.is_meta:
         return PLAIN[kind](input, p, training, inplace)
-    site = _site(tuple(input.shape))
+    site = _site(tuple(input.shape), input)
     if site is None:
         return PLAIN[kind](input, p, training, inplace)
     if isinstance(site, Site):
@@ -219,7 +222,7 @@ def attention(
     """`F.scaled_dot_product_attention`, with dropout by sample."""
     site = None
     if dropout_p > 0 and not query.is_meta:
-        site = _site((*query.shape[:-1], key.shape[-2]))
+        site = _site((*query.shape[:-1], key.shape[-2]), query)
     if isinstance(site, Site) and site.moment.positions is None:  # cp refuses dropout in attention, in its own words
         weights = attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
         return site.drop_weights(weights, dropout_p) @ values_for_heads(value, query, enable_gqa)
@@ -255,14 +258,16 @@ def values_for_heads(tensor: Tensor, query: Tensor, enable_gqa: bool) -> Tensor:
 _WRITTEN_DOWN = object()
 
 
-def _site(shape: tuple[int, ...]) -> Any:
+def _site(shape: tuple[int, ...], values: Tensor) -> Any:
     """The module whose code calls a dropout now, if it draws by key; `_WRITTEN_DOWN` where calls are only recorded."""
     if torch.compiler.is_compiling():
         raise RunFailed("a dropout that is called as a function is not compiled")  # torch computes it as it is written
     frame: FrameType | None = sys._getframe(2)
     if _recorder is not None:
-        names, seen = _recorder
+        names, seen, kept = _recorder
         seen.append((_innermost(frame, names) or "", shape))
+        if kept is not None:
+            kept.append(values.detach().clone())
         return _WRITTEN_DOWN
     site = _innermost(frame, _SITES) or _again_in
     return site if site is not None and site.moment.key is not None else None

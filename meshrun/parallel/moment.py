@@ -38,7 +38,9 @@ class Place:
     dim: int | None
     """None: no dimension grows with the batch, all samples share the tensor."""
     shape: tuple[int, ...]
-    """Of the input for one sample: at `dim`, how many consecutive entries a sample owns."""
+    """Of the input for one sample: at `dim`, how many entries a sample owns."""
+    together: int | None = None
+    """How many of these are next to each other: (…, batch, together) at `dim`; None: all, 0: they are in no order."""
 
 
 class Call:

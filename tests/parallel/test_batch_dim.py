@@ -11,11 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.data import TensorDataset
 
+from meshrun import Experiment, RunFailed, mean_squared_error
 from meshrun.data import seeding
-from meshrun.parallel.batch_dim import BatchFinder, _first_sample, place_of
+from meshrun.parallel.batch_dim import BatchFinder, _sample, place_of, together
 from meshrun.parallel.functional import key_functions
 from meshrun.parallel.moment import Moment, Place
+from meshrun.train.loop import Trainer
+from tests.train.small import Course, start_on_cpu, trained
 
 
 @pytest.mark.parametrize(
@@ -42,9 +46,9 @@ class Draws:
         return random.random() + np.random.rand() + torch.rand(()).item() + index
 
 
-def test_a_look_at_the_first_sample_leaves_all_generators_as_they_were():
+def test_a_look_at_the_sample_leaves_all_generators_as_they_were():
     before = seeding.snapshot()
-    _first_sample(SimpleNamespace(train=Draws()))  # type: ignore[arg-type]
+    _sample(SimpleNamespace(train=Draws()), 0)  # type: ignore[arg-type]
     assert before.same(seeding.snapshot())
 
 
@@ -91,3 +95,95 @@ def test_a_model_is_traced_once(monkeypatch: pytest.MonkeyPatch):
     found = looking.find()
     monkeypatch.setattr(BatchFinder, "_traced", lambda _: pytest.fail("it was traced again"))
     assert looking.find() is found
+
+
+def order(names: str) -> tuple[Tensor, Tensor]:
+    """Entries of the samples a, b and c; b is another one in the second batch."""
+    one = torch.tensor([ord(each) for each in names])
+    return one[:, None], torch.where(one == ord("b"), 0, one)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("names", "found"),
+    [
+        ("aaaabbbbcccc", None),
+        ("abcabcabcabc", 1),
+        ("aabbccaabbcc", 2),
+        ("bbbbaaaacccc", 0),
+        ("abccbacababc", 0),
+        ("bbbbbbbbbbbb", None),  # mixed: nobody can tell
+        ("aaaabcccbccc", 0),
+    ],
+)
+def test_the_entries_that_differ_with_a_sample_say_in_which_order_they_are(names: str, found: int | None):
+    assert together(Place(0, (4, 1)), *order(names)) == found
+
+
+def test_what_tells_nothing_of_the_order_is_taken_for_one_sample_after_the_other():
+    one, other = order("abcabcabcabc")
+    assert together(Place(None, (12, 1)), one, other) is None
+    assert together(Place(0, (1, 1)), one[:3], other[:3]) is None
+    assert together(Place(0, (4, 1)), one, other[:9]) is None
+    assert together(Place(0, (4, 1)), one.double() * torch.nan, other.double()) is None
+    assert together(Place(0, (4, 1)), *(torch.where(each == ord("c"), 7, each) for each in (one, other))) == 1
+
+
+class Shaped(nn.Module):
+    """Drops what the function makes of (samples, time, features)."""
+
+    def __init__(self, shape: str) -> None:
+        super().__init__()
+        self.linear, self.drop, self.shape = nn.Linear(4, 4), nn.Dropout(0.5), shape
+        self.channels = nn.Dropout1d(0.5)
+        self.attention = nn.MultiheadAttention(4, 2, dropout=0.5, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, time, _ = x.shape
+        x = self.linear(x)
+        match self.shape:
+            case "(batch * time)":
+                return self.drop(x.flatten(0, 1)).view(x.shape)
+            case "(time * batch)":
+                return self.drop(x.transpose(0, 1).flatten(0, 1)).view(time, n, 4).transpose(0, 1)
+            case "two views":
+                return self.drop(torch.cat([x, x.flip(1)])).view(2, n, time, 4).sum(0)
+            case "heads first":
+                heads = x.view(n, time, 2, 2).permute(2, 0, 1, 3).reshape(2 * n, time, 2)
+                found = F.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.5 * self.training)
+                return found.view(2, n, time, 2).permute(1, 2, 0, 3).flatten(2)
+            case "channels of two views":
+                return self.channels(torch.cat([x, x.flip(1)])).view(2, n, time, 4).sum(0)
+            case "by value":
+                rows = x.flatten(0, 1)
+                return self.drop(rows[rows.sum(1).argsort()]).view(x.shape)
+            case _:  # attention of windows
+                windows = x.reshape(n * 3, time // 3, 4)
+                return self.attention(windows, windows, windows)[0].reshape(x.shape)
+
+
+def course_of(shape: str, micro: int | None) -> Course:
+    experiment = Experiment(
+        model=lambda: Shaped(shape),
+        train=TensorDataset(*torch.randn(2, 8, 6, 4, generator=torch.Generator().manual_seed(0))),
+        loss=mean_squared_error,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+        batch=8,
+        steps=1,
+        micro=micro,
+    )
+    return trained(Trainer(experiment, start_on_cpu(1)))
+
+
+SHAPES = ("(batch * time)", "(time * batch)", "two views", "heads first", "channels of two views", "windows")
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_entries_of_a_sample_may_stand_anywhere(shape: str):
+    assert course_of(shape, 3).losses == pytest.approx(course_of(shape, None).losses, rel=1e-6)
+
+
+@pytest.mark.ranks(1)
+def test_entries_in_no_order_are_refused():
+    with pytest.raises(RunFailed, match="the entries of each sample in the same order, must be the batch"):
+        course_of("by value", None)

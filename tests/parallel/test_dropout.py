@@ -41,6 +41,15 @@ def test_masks_of_any_split_of_the_samples_are_those_of_the_whole():
     assert torch.equal(mask(keyed(), (B, T, D), IDS.flip(0)), WHOLE.flip(0))
 
 
+@pytest.mark.parametrize("kind", [nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d])
+def test_a_dropout_in_place_changes_what_it_was_given(kind: type[nn.Module]):
+    shape = (B, T, D, *(2,) * {nn.Dropout2d: 1, nn.Dropout3d: 2}.get(kind, 0))
+    drop, whole = keyed(kind), mask(keyed(kind), shape)
+    drop.inplace, drop.moment.ids, given = True, IDS, torch.ones(shape)
+    assert drop(given) is given
+    assert torch.equal(given != 0, whole)
+
+
 def test_masks_of_parts_of_the_sequence_and_of_the_features_are_those_of_the_whole():
     for parts in (2, 3, 6):
         drop, masks = keyed(), []
