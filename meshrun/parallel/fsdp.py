@@ -101,12 +101,9 @@ def _units(segments: Sequence[nn.Module]) -> list[list[nn.Module]]:
 def _shares_parameters(segment: nn.Module, model: nn.Module) -> bool:
     """Whether another part of the model uses these parameters too: then only the outermost unit can own them."""
     own = {id(each) for each in segment.parameters()}
-    inside = {id(each) for each in segment.modules()}
+    paths = tuple(f"{name}." for name, each in model.named_modules(remove_duplicate=False) if each is segment)
     return not own or any(
-        id(each) in own
-        for module in model.modules()
-        if id(module) not in inside
-        for each in module.parameters(recurse=False)
+        id(each) in own and not name.startswith(paths) for name, each in model.named_parameters(remove_duplicate=False)
     )
 
 

@@ -377,6 +377,8 @@ class Part(nn.Module):
         self._spark = torch.zeros((), device=device)
         first = cuts[stage]
         end = cuts[stage + 1] if stage + 1 < len(cuts) else len(trace.segments)
+        own = [*trace.segments[first:end], *(name for name in trace.outside if self._is_here(name, trace, cuts, stage))]
+        self._kept = {part for name in own for part in self.model.get_submodule(name).modules()}
         for number, name in enumerate(trace.segments):
             if first <= number < end:
                 self._bring_across(name, trace.crossing[number] if number == first and stage else [])
@@ -384,11 +386,16 @@ class Part(nn.Module):
                 self._end_at(name, trace.crossing[number])
             else:
                 self._stand_in(name, name in trace.overwritten)
-        for name, places in trace.outside.items():
-            if stage not in {trace.owner(place, cuts) for place in places}:
+        for name in trace.outside:
+            if not self._is_here(name, trace, cuts, stage):
                 self._stand_in(name, name in trace.overwritten)
             else:
                 self._bring_across(name, [])
+
+    @staticmethod
+    def _is_here(outside: str, trace: Trace, cuts: Sequence[int], stage: int) -> bool:
+        """Whether a module outside of segments is called by this stage."""
+        return stage in {trace.owner(place, cuts) for place in trace.outside[outside]}
 
     def forward(self, received: tuple[Tensor, ...], inputs: Any) -> Any:
         # A stage may change what it has received in place, which a leaf that requires a gradient does not allow.
@@ -422,7 +429,7 @@ class Part(nn.Module):
         Those that the model's own code writes into have memory of their own.
         """
         module, twin = self.model.get_submodule(name), self._shapes[0].get_submodule(name)
-        _forget(module)
+        _forget(module, self._kept)
         known: dict[Any, Any] = {}
         anew = Tensor.clone if overwritten else Tensor.detach
 
@@ -468,7 +475,7 @@ class Part(nn.Module):
 
     def _end_at(self, name: str, crossing: list[int]) -> None:
         module = self.model.get_submodule(name)
-        _forget(module)
+        _forget(module, self._kept)
 
         def forward(*inputs: Any, **named: Any) -> Any:
             leaves = tree_leaves((inputs, named))
@@ -482,9 +489,14 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, Tensor | int | float | str)
 
 
-def _forget(module: nn.Module) -> None:
-    """Take parameters and buffers away; code that asks for a weight's type or shape still finds it, without values."""
+def _forget(module: nn.Module, kept_here: set[nn.Module]) -> None:
+    """Take parameters and buffers away; code that asks for a weight's type or shape still finds it, without values.
+
+    Not those of modules that are parts of what this stage computes too.
+    """
     for each in module.modules():
+        if each in kept_here:
+            continue
         kept = {
             name: tensor for name, tensor in (*each._parameters.items(), *each._buffers.items()) if tensor is not None
         }

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -132,17 +133,18 @@ def without_values(plan: Blueprint) -> nn.Module:
 
 
 def allocate(parts: dict[int, nn.Module], device: torch.device) -> None:
-    """Give all that is still on the meta device memory of its own; what is one parameter under two names stays one."""
+    """Give all that is still on the meta device memory of its own; what is one tensor under two names stays one."""
     for part in parts.values():
-        names: dict[int, list[tuple[nn.Module, str]]] = {}
+        names: dict[int, list[tuple[dict[str, Any], str]]] = {}
         for module in part.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    names.setdefault(id(parameter), []).append((module, name))
+            for tensors in (module._parameters, module._buffers):
+                for name, tensor in tensors.items():
+                    if tensor is not None:
+                        names.setdefault(id(tensor), []).append((tensors, name))
         part.to_empty(device=device)
         for (first, known), *others in names.values():
-            for module, name in others:
-                module._parameters[name] = first._parameters[known]
+            for tensors, name in others:
+                tensors[name] = first[known]
 
 
 def fill(plan: Blueprint, parts: dict[int, nn.Module], held: list[Held], here: Here) -> None:
@@ -153,10 +155,14 @@ def fill(plan: Blueprint, parts: dict[int, nn.Module], held: list[Held], here: H
     wanted: dict[str, list[Held]] = {}
     for each in held:
         wanted.setdefault(each.name, []).append(each)
+    # A buffer that has several names is given by the first of them, which may be on another stage.
+    first: dict[int, str] = {}
+    known = {name: first.setdefault(id(each), name) for name, each in plan.model.named_buffers(remove_duplicate=False)}
     buffers: dict[str, list[Tensor]] = {}
     for part in parts.values():
         for name, buffer in part.named_buffers():
-            buffers.setdefault(name.removeprefix("model."), []).append(buffer)
+            name = name.removeprefix("model.")
+            buffers.setdefault(known.get(name, name), []).append(buffer)
 
     def take(name: str, values: Tensor) -> None:
         for one in wanted.get(name, ()):
