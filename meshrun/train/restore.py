@@ -157,6 +157,10 @@ def restore_model(trainer: Trainer, checkpoint: Checkpoint) -> None:
 
 def _restore_buffers(trainer: Trainer, checkpoint: Checkpoint, same: bool) -> None:
     for name, buffer in trainer.placed.own_buffers().items():
+        if not buffer.numel():
+            continue  # a checkpoint holds no tensors without elements
+        if torch._debug_has_internal_overlap(buffer):  # an expanded one, into which nothing can be copied
+            buffer.data = buffer.data.clone(memory_format=torch.contiguous_format)
         if same:
             buffer.copy_(checkpoint.whole(f"buffer/{name}@{trainer.here.replica}"))
             continue

@@ -45,21 +45,28 @@ class Block(nn.Module):
 
 
 class Tables(nn.Module):
-    """Tables and a parameter of the model's own: complex numbers as in Llama 2, and one of more than a mebibyte."""
+    """Tables and a parameter of the model's own.
+
+    Complex numbers as in Llama 2, one of more than a mebibyte, one of which all elements are the same memory, one
+    without elements, and one that has two names.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.into, self.positions = nn.Linear(3, 8), Positions()
         self.register_buffer("turns", torch.polar(torch.ones(4), torch.arange(4.0)))
         self.register_buffer("large", torch.arange(1 << 19, dtype=torch.int32).reshape(1024, 512))
+        self.register_buffer("same", torch.full((1,), 0.5).expand(8))
+        self.register_buffer("none", torch.zeros(0))
+        self.register_buffer("twin", self.turns)
         self.gain = nn.Parameter(torch.ones(8))
         self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.out = nn.Linear(8, 1)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.positions(self.into(x)) * self.gain
+        x = self.positions(self.into(x)) * self.gain + self.same
         for block in self.blocks:
-            x = block(x, self.turns)
+            x = block(x, self.twin)
         return self.out(x) + self.large[0, 2]
 
 
