@@ -85,3 +85,13 @@ def test_what_are_no_pictures_is_refused():
         random_crop({}, 4, draws(2))  # type: ignore[arg-type]
     with pytest.raises(UserError, match=r"scale=\(0.5, 0.2\)"):
         random_crop(pictures(2), 4, draws(2), scale=(0.5, 0.2))
+
+
+def test_a_picture_alone_is_mirrored_as_it_is_among_others():
+    images = torch.arange(20 * 3 * 4 * 5, dtype=torch.float32).view(20, 3, 4, 5)
+    together = random_flip(images, SampleDraws(3, 1, list(range(20)), torch.device("cpu")))
+    mirrored = [torch.equal(after, before.flip(-1)) for after, before in zip(together, images, strict=True)]
+    assert 0 < sum(mirrored) < 20
+    for number, image in enumerate(images):
+        alone = random_flip(image[None], SampleDraws(3, 1, [number], torch.device("cpu")))
+        assert torch.equal(alone[0], together[number])

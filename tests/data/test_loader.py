@@ -379,3 +379,15 @@ def test_an_evaluation_has_no_more_readers_than_batches(monkeypatch: pytest.Monk
     for length in (3, 40):
         evaluation_batches(Squares(length), 0, 1, 2, Reading(workers=4))
     assert asked == [2, 4]
+
+
+def test_the_time_for_which_a_training_waited_for_its_data_is_known():
+    class Sleepy(Squares):
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+            time.sleep(0.02)
+            return super().__getitem__(index)
+
+    for data in Loader(Sleepy(8), Order(8, 4, shuffle=NONE), 0, 1, ALONE).steps(0, 2):
+        assert 0.08 <= data.waited < 30
+        time.sleep(0.3)
+        assert data.effort.seconds >= 0.08

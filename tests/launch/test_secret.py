@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,36 @@ from meshrun.launch.secret import FIRST, JOINING, Handshake
 def test_a_directory_that_every_user_may_write_to_holds_no_secret(tmp_path: Path):
     made = secret.make(tmp_path)
     assert secret.read(tmp_path) == made
-    tmp_path.chmod(0o777)
-    for use in (secret.read, secret.make):
-        with pytest.raises(UserError, match="may be written to by every user"):
-            use(tmp_path)
+    for mode in (0o777, 0o702):
+        tmp_path.chmod(mode)
+        for use in (secret.read, secret.make):
+            with pytest.raises(UserError, match="may be written to by every user"):
+                use(tmp_path)
+    tmp_path.chmod(0o775)
+    assert secret.read(tmp_path) == made, "a group may share it"
+
+
+def test_a_directory_of_root_s_is_another_user_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(secret.os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(UserError, match="belongs to another user"):
+        secret.make(tmp_path)
+
+
+@pytest.mark.parametrize("part", ["secret", "run", "nonce", "answer"])
+def test_proofs_and_keys_go_by_all_that_a_handshake_is_of(part: str):
+    one = Handshake(b"s" * 64, "/runs/a", "n", "m")
+    other = replace(one, **{part: b"t" * 64 if part == "secret" else "x"})
+    for role in (FIRST, JOINING):
+        assert one.is_proof(one.proof(role), role) and not one.is_proof(other.proof(role), role)
+        assert one.key(role) != other.key(role)
+
+
+def test_a_secret_is_never_written_into_a_file_that_is_there_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(secret, "remove", lambda _: None)  # another user has made it anew in the meantime
+    (tmp_path / secret.NAME).touch(0o666)
+    with pytest.raises(FileExistsError):
+        secret.make(tmp_path)
+    assert (tmp_path / secret.NAME).read_bytes() == b""
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory to another user")

@@ -32,6 +32,7 @@ def test_torch_loads_what_was_written(tmp_path: Path):
     assert list(found) == [*TENSORS, "head"]
     for name, each in TENSORS.items():
         assert found[name].dtype == each.dtype and torch.equal(found[name], each)
+        assert found[name].stride() == each.stride()
     assert found["head"].data_ptr() == found["weight"].data_ptr()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import struct
@@ -189,3 +190,27 @@ def test_an_end_that_its_process_has_closed_has_no_owner(listener: socket.socket
         monkeypatch.setattr(owners, "_asked", refused)
         monkeypatch.setattr(owners, "_sockets", lambda: iter([closed]))
         assert owner_of_peer(far) is None
+
+
+def test_who_listens_at_an_end_is_not_the_owner_of_a_connection_from_it(listener: socket.socket):
+    """The kernel finds the listener where nobody is connected so."""
+    where = ipaddress.ip_address("127.0.0.1"), listener.getsockname()[1]
+    assert owners._asked(where, (where[0], 9)) is None
+    assert owners._asked((where[0], 8), (where[0], 9)) is None, "nobody is there at all"
+
+
+def test_only_ports_of_this_process_are_its_own(listener: socket.socket, monkeypatch: pytest.MonkeyPatch):
+    assert listener.getsockname()[1] in owners.listening_ports()
+    monkeypatch.setattr(owners, "_own_sockets", dict)
+    assert owners.listening_ports() == set()
+
+
+def test_of_two_that_listen_on_a_port_the_one_at_the_loopback_address_is_who_answers(monkeypatch: pytest.MonkeyPatch):
+    def listening(address: str, owner: int) -> owners._Socket:
+        return owners._Socket(owners._written(ipaddress.ip_address(address), 80), "", owners.LISTENING, owner, 1)
+
+    everywhere = [listening("::", 3), listening("0.0.0.0", 2)]
+    monkeypatch.setattr(owners, "_sockets", lambda: iter([*everywhere, listening("127.0.0.1", 1)]))
+    assert owner_of_listener(80) == 1
+    monkeypatch.setattr(owners, "_sockets", lambda: iter(everywhere))
+    assert owner_of_listener(80) == 2 and owner_of_listener(81) is None

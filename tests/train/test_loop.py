@@ -171,6 +171,7 @@ def test_last_weights_that_cannot_be_written_are_told(alone: Here, tmp_path: Pat
     (tmp_path / "weights").write_text("a file where a folder should be")
     trainer = Trainer(small(20, 6, steps=2), alone, weights=tmp_path / "weights")
     trainer.train()
+    assert trainer.totals.result()["best"] is None, "nothing was evaluated"
     (text,) = trainer.unwritten
     assert text.startswith(f"cannot write {tmp_path}/weights/last.safetensors: ")
 

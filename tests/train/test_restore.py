@@ -44,7 +44,7 @@ def test_a_training_that_was_restored_stands_where_the_other_one_stood(
     restore(again, checkpoint)
     assert (again.step, again.evaluated, again.drew) == (STEPS, STEPS, trainer.drew)
     one, other = vars(again.totals), vars(trainer.totals)
-    names = ("losses", "grad_norms", "scores", "best", "skipped", "seconds", "samples")
+    names = ("losses", "grad_norms", "scores", "best", "skipped", "seconds", "samples", "timed_samples", "data_wait")
     assert {name: one[name] for name in names} == {name: other[name] for name in names}
     assert len(one["losses"]) == STEPS and one["best"]["step"] in (2, STEPS)
     for mine, theirs in zip(again.placed.shards, trainer.placed.shards, strict=True):
@@ -75,6 +75,19 @@ def test_what_restore_reads_is_what_it_says_beforehand(kept: tuple[Trainer, Chec
     )
     restore(trainer_in(tmp_path / "new", trainer.here), seen)  # type: ignore[arg-type]
     assert names == read
+
+
+def test_moments_of_another_shape_than_their_weight_are_wanted_whole(alone: Here, tmp_path: Path):
+    """As those of Adafactor, which keeps a number for each row and each column of a matrix."""
+    trainer = trainer_in(tmp_path, alone, optimizer=lambda parameters: torch.optim.Adafactor(parameters, lr=0.01))
+    trainer.train()
+    checkpoint = Checkpoint.open(tmp_path / f"step-{STEPS:08d}")
+    boxes = {name: (start, size) for name, start, size in wanted(trainer, checkpoint)}
+    shapes = {name: checkpoint.tensors[name].shape for name in boxes if name in checkpoint.tensors}
+    assert any(name.endswith("/row_var") for name in shapes)
+    assert {name: ((0,) * len(shape), shape) for name, shape in shapes.items()} == {
+        name: boxes[name] for name in shapes
+    }
 
 
 def changed(checkpoint: Checkpoint, change: Callable[[dict[str, Any]], None]) -> Any:
@@ -111,6 +124,13 @@ def test_a_checkpoint_that_holds_no_training_is_refused_by_the_entry_it_lacks(
     check(kept[1])
     with pytest.raises(BadCheckpoint, match=f"its state has no '{entry}' as a training has"):
         check(changed(kept[1], lambda state: state.pop(entry)))
+
+
+@pytest.mark.parametrize("entry", ["samples", "timed_samples", "seconds", "data_wait"])
+def test_a_checkpoint_that_lacks_one_of_its_sums_is_refused(kept: tuple[Trainer, Checkpoint], entry: str):
+    sums = {name: value for name, value in kept[1].state["totals"].items() if name != entry}
+    with pytest.raises(BadCheckpoint, match=f"its state has no '{entry}' as a training has"):
+        check(changed(kept[1], lambda state: state.update(totals=sums)))
 
 
 def test_the_same_mesh_is_the_same_layout_on_as_many_ranks(kept: tuple[Trainer, Checkpoint]):
@@ -179,6 +199,28 @@ def test_on_another_mesh_running_statistics_are_the_mean_of_all_replicas(alone: 
     assert own["mean"].tolist() == [2.0, 4.0] and own["count"] == 5
     _restore_buffers(trainer, checkpoint, same=True)
     assert own["mean"].tolist() == [1.0, 2.0]
+
+
+def test_nothing_is_wanted_of_a_weight_of_which_the_optimizer_keeps_nothing(kept: tuple[Trainer, Checkpoint]):
+    trainer, checkpoint = kept
+    first, *rest = [shard.name for shard in trainer.placed.shards]
+    state = changed(checkpoint, lambda state: state.update(kept={**state["kept"], "without": [first]}))
+    found = {name.split("/")[1] for name, _, _ in wanted(trainer, state) if name.startswith("optimizer/")}
+    assert found == set(rest)
+
+
+def test_on_another_mesh_the_statistics_of_all_replicas_are_wanted(kept: tuple[Trainer, Checkpoint]):
+    trainer, checkpoint = kept
+    buffers = {f"buffer/mean@{replica}": SimpleNamespace(shape=(2,)) for replica in range(3)}
+    tensors = {**checkpoint.tensors, **buffers}
+    placed = SimpleNamespace(shards=[], frozen=[], own_buffers=lambda: {"mean": torch.zeros(2)})
+    here: Any = SimpleNamespace(trainer=trainer, here=trainer.here, placed=placed)
+
+    def names(layout: str) -> set[str]:
+        saved: Any = SimpleNamespace(tensors=tensors, state={**checkpoint.state, "layout": layout})
+        return {name for name, _, _ in wanted(here, saved) if name.startswith("buffer/")}
+
+    assert names("dp=3") == set(buffers) and names(str(trainer.here.layout)) == {"buffer/mean@0"}
 
 
 def test_on_another_mesh_each_replica_draws_its_own_noise(
