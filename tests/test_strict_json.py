@@ -49,6 +49,12 @@ def test_numbers_come_back_as_what_they_were():
     assert found == {"a": [1.0, math.inf], "b": {"c": -math.inf}}
 
 
+def test_names_that_look_like_what_pointers_are_escaped_with_come_back():
+    document = {"~1": math.inf, "/": 0.5, "~01": {"~0": -math.inf}, "pair": (1.0, math.inf)}
+    found = strict_json.loads(strict_json.dumps(document))
+    assert found == {**document, "pair": [1.0, math.inf]}
+
+
 def test_a_document_that_is_written_again_keeps_its_reasons():
     once = json.loads(strict_json.dumps({"loss": math.nan}))
     assert standard(strict_json.dumps({**once, "norm": math.inf}))["not_numbers"] == {
@@ -78,3 +84,20 @@ def test_what_is_no_document_is_a_value_error(case: str, tmp_path: Path):
     path.write_bytes(BAD[case])
     with pytest.raises(ValueError):
         strict_json.read(path)
+
+
+@pytest.mark.parametrize(
+    ("hint", "value"),
+    [(float, True), (int, True), (int, 1.0), (bool, 1), (str, None), (Path, "a\0b"), (Path, 3), (list[int], [1, True])],
+)
+def test_a_value_of_another_type_is_refused_by_its_name(hint: Any, value: Any):
+    with pytest.raises(ValueError, match=r"^it\S* = "):
+        strict_json.of_type(hint, value, "it")
+
+
+@pytest.mark.parametrize(
+    ("hint", "value", "found"),
+    [(float, 1, 1), (int | None, None, None), (Path, "a/b", Path("a/b")), (tuple[int, ...], [1, 2], (1, 2))],
+)
+def test_a_value_becomes_what_its_type_says(hint: Any, value: Any, found: Any):
+    assert strict_json.of_type(hint, value, "it") == found

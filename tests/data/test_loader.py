@@ -391,3 +391,14 @@ def test_the_time_for_which_a_training_waited_for_its_data_is_known():
         assert 0.08 <= data.waited < 30
         time.sleep(0.3)
         assert data.effort.seconds >= 0.08
+
+
+def test_samples_that_were_left_out_are_neither_in_the_pieces_nor_counted():
+    reading = Reading(Cut(micro=4), skip_bad=True)
+    order = Order(16, 8, shuffle=NONE)
+    (_, second) = Loader(Broken(16), order, 0, 1, reading).steps(0, 2)
+    assert second.pieces == [[8, 9, 10, 11], [12, 14, 15]] and second.real == [4, 3]
+    assert [number for number, _ in second.bad] == [13] and len(second.ids) == 8
+    batches = list(evaluation_batches(Broken(16), 0, 1, 4, reading))
+    assert [(each.ids, each.real) for each in batches[2:]] == [([8, 9, 10, 11], 4), ([12, 14, 15], 3)]
+    assert [number for each in batches for number, _ in each.bad] == [13]

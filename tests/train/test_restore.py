@@ -201,6 +201,18 @@ def test_on_another_mesh_running_statistics_are_the_mean_of_all_replicas(alone: 
     assert own["mean"].tolist() == [1.0, 2.0]
 
 
+def test_whether_the_program_has_drawn_before_is_known_after_a_resume(kept: tuple[Trainer, Checkpoint], tmp_path: Path):
+    trainer, checkpoint = kept
+    for drew in (True, False):
+        again = trainer_in(tmp_path / str(drew), trainer.here)
+        state = {**checkpoint.state, "draws": drew}
+        saved: Any = SimpleNamespace(
+            state=state, tensors=checkpoint.tensors, path="x", whole=checkpoint.whole, read=checkpoint.read
+        )
+        restore(again, saved)
+        assert again.drew is drew
+
+
 def test_nothing_is_wanted_of_a_weight_of_which_the_optimizer_keeps_nothing(kept: tuple[Trainer, Checkpoint]):
     trainer, checkpoint = kept
     first, *rest = [shard.name for shard in trainer.placed.shards]
