@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import errno
 import gzip
+import itertools
 import json
 import multiprocessing
 import os
@@ -893,3 +894,71 @@ def test_what_killed_users_have_left_goes_with_the_next_one_and_what_is_being_ma
     finally:
         os.close(held)
     assert sorted(each.name for each in folder.iterdir()) == [f".{made}.part", made]
+
+
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_a_text_that_a_dictionary_holds_once_takes_the_memory_of_a_few_rows(tmp_path: Path, kind: str):
+    """Both files are some kilobytes; the rows of the whole batch would be two gigabytes."""
+    text = "x" * 200_000
+    column = pa.DictionaryArray.from_arrays(pa.array([0, None] * 10_000, pa.int16()), pa.array([text]))
+    table, path = pa.table({"text": column, "number": range(20_000)}), tmp_path / f"t.{kind}"
+    if kind == "parquet":
+        pa.parquet.write_table(table, path, compression="zstd", store_schema=False)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    _, found = turned._read(path, kind, None, {})
+    before = pa.total_allocated_bytes()
+    for batch, _ in itertools.islice(found, 3):
+        parts = turned._parts(batch)
+        assert sum(part.num_rows for part in parts) == batch.num_rows
+        for part in parts[:3]:
+            assert turned._decoded(part.column(0)).nbytes < 2 * turned._BATCH
+            assert pa.total_allocated_bytes() - before < 100 << 20
+
+
+def test_a_packed_batch_that_says_it_is_far_larger_than_its_file_is_refused(tmp_path: Path):
+    """zstd makes a few kilobytes of 400 megabytes of zeros; that much memory would be taken before a row is known."""
+    column = pa.array(np.zeros(50_000_000, np.int8))
+    for make in (pa.ipc.new_file, pa.ipc.new_stream):
+        path = tmp_path / "t.arrow"
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with make(str(path), pa.schema([("a", pa.int8()), ("b", pa.int8())]), options=options) as writer:
+            writer.write_batch(pa.record_batch([column, column], ["a", "b"]))
+        with pytest.raises(UserError, match=r"t\.arrow has 100,000,\d+ bytes packed into .* which cannot be"):
+            Table(path)
+
+
+def test_a_row_of_a_million_times_the_size_of_its_file_is_refused(tmp_path: Path):
+    numbers = pa.FixedSizeListArray.from_arrays(pa.array(np.zeros(20_000_000, np.int64)), 20_000_000)
+    pa.parquet.write_table(pa.table({"a": numbers}), tmp_path / "t.parquet", compression="zstd")
+    with pytest.raises(UserError, match=r"row group 0 of .*t\.parquet has rows of 160,000,000 bytes"):
+        Table(tmp_path / "t.parquet")
+
+
+def test_a_number_of_rows_that_no_file_has_is_refused(tmp_path: Path):
+    """A column of nulls takes no bytes, so that it may say any number of rows."""
+    path = tmp_path / "t.arrow"
+    with pa.ipc.new_file(str(path), pa.schema([("a", pa.null())])) as writer:
+        writer.write_batch(pa.record_batch([pa.nulls(5)], ["a"]))
+    path.write_bytes(path.read_bytes().replace((5).to_bytes(8, "little"), (1 << 62).to_bytes(8, "little")))
+    with pytest.raises(UserError, match="a record batch has 4,611,686,018,427,387,904 rows"):
+        Table(path)
+
+
+def test_a_time_zone_that_there_is_not_makes_its_rows_bad(tmp_path: Path):
+    path = tmp_path / "t.arrow"
+    table = pa.table({"a": pa.array([1, 2], pa.timestamp("us", tz="Nowhere/City"))})
+    with pa.ipc.new_file(str(path), table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(BadSample, match=r"sample 1 of the table .* its 'a' is unusable"):
+        Table(path)[1]
+
+
+def test_the_lines_of_a_tightly_packed_file_are_looked_for_on_the_disk_of_the_node(node: Path, tmp_path: Path):
+    """Of a file of 10 kilobytes: 8 megabytes of lines, whose starts would take 32."""
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(gzip.compress(b"1\n" * (4 << 20)))
+    table = Table(path)
+    assert len(table) == 4 << 20
+    assert any(each.stat().st_size > 32 << 20 for each in node.iterdir())

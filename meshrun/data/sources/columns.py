@@ -11,6 +11,7 @@ numbers are taken out of the views by hand, several times as fast as through pya
 from __future__ import annotations
 
 import contextlib
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,11 @@ from meshrun.errors import UserError, is_of_machine, unreadable_here
 MAGIC = b"ARROW1"
 """Begins and ends Arrow's file format, which is its stream format with a table of contents."""
 _AFTER_MAGIC = 8
+LARGE = 64 << 20
+"""Bytes in memory that any file may become."""
+DENSEST = 1100
+"""Bytes above that for each byte of a file: deflate, which packs most of what is usual, makes 1032 of one."""
+_MOST_ROWS = 1 << 48
 _OPEN = 1024
 """Record batches whose views are kept."""
 
@@ -68,7 +74,7 @@ class Columns:
                 views = self._views.get(number) or self._view(number)
             try:
                 found.append({name: value(row) for name, value in views})
-            except (ValueError, IndexError, OverflowError, pa.ArrowException) as error:
+            except (ValueError, LookupError, OverflowError, TypeError, ImportError, pa.ArrowException) as error:
                 raise self._bad(number, row, views) from error
         return found
 
@@ -161,6 +167,7 @@ def _contents(path: Path, whole: pa.Buffer) -> tuple[pa.Schema, NDArray[np.int64
         reader.seek(_AFTER_MAGIC)
     offsets: list[int] = []
     counts: list[int] = []
+    plain = True
     try:
         schema = pa.ipc.read_schema(reader)
         while True:
@@ -169,17 +176,60 @@ def _contents(path: Path, whole: pa.Buffer) -> tuple[pa.Schema, NDArray[np.int64
                 message = pa.ipc.read_message(reader)
             except EOFError:
                 break
-            if message.type != "record batch":
-                raise NotPlain
+            if (unpacked := _unpacked_size(message)) is not None:
+                plain = False
+                if unpacked > max(LARGE, DENSEST * message.body.size):
+                    raise UserError(
+                        f"{path} has {unpacked:,} bytes packed into {message.body.size:,} by what it says of itself, "
+                        f"which cannot be; copy or write it again"
+                    )
+            plain = plain and message.type == "record batch"
+            if not plain:  # the others are looked at for their sizes only
+                continue
             batch = pa.ipc.read_record_batch(message, schema)
             if not counts and not _lies_in(batch, whole):
-                raise NotPlain
+                plain = False
+            if not 0 <= batch.num_rows <= _MOST_ROWS:  # columns without values may say any number
+                raise UserError(f"{path} is damaged: a record batch has {batch.num_rows:,} rows; write it again")
             offsets.append(offset)
             counts.append(batch.num_rows)
+        if not plain:
+            raise NotPlain
     except (pa.ArrowException, OSError) as error:
         batches = f" after {len(counts):,} record batches" if counts else ""
         raise UserError(f"{path} is no whole Arrow file{batches}: {one_line(error)}; write it again") from None
     return schema, np.array(offsets, np.int64), np.cumsum(counts, dtype=np.int64)
+
+
+def _unpacked_size(message: Any) -> int | None:
+    """Bytes that the buffers of a message say that they unpack to; None where they are not packed.
+
+    Before pyarrow takes that much memory. What it says lies in a table of flatbuffers, which pyarrow does not show.
+    """
+    about, body = memoryview(message.metadata), memoryview(message.body or b"")
+
+    def field(table: int, number: int) -> int:
+        """Where a field of a table is; 0 where the table does not have it."""
+        names = table - struct.unpack_from("<i", about, table)[0]
+        (length,) = struct.unpack_from("<H", about, names)
+        (at,) = struct.unpack_from("<H", about, names + 4 + 2 * number) if 4 + 2 * number < length else (0,)
+        return table + at if at else 0
+
+    def table_at(place: int) -> int:
+        return place + int(struct.unpack_from("<I", about, place)[0])
+
+    try:
+        batch = table_at(field(table_at(0), 2))
+        if message.type == "dictionary":
+            batch = table_at(field(batch, 1))
+        if not field(batch, 3):
+            return None
+        buffers = table_at(field(batch, 2))
+        (count,) = struct.unpack_from("<I", about, buffers)
+        places = (struct.unpack_from("<qq", about, buffers + 4 + 16 * number) for number in range(count))
+        return sum(max(0, struct.unpack_from("<q", body, at)[0]) for at, length in places if length >= 8)
+    except struct.error:  # pyarrow says what is wrong with it
+        return None
 
 
 def _lies_in(batch: pa.RecordBatch, whole: pa.Buffer) -> bool:

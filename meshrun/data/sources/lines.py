@@ -29,10 +29,12 @@ from meshrun.data.sources.once import Progress, once
 from meshrun.data.sources.source import Watched, bad_sample
 from meshrun.errors import BadSample, UserError
 
-_PIECE = 1 << 22
+_PIECE = 1 << 20
 """Bytes that are looked through at a time: their comparison should stay in the processor's cache."""
 BIG = 1 << 28
 """Bytes from which on it is kept on the node where lines start."""
+MANY = 1 << 22
+"""The same for a file that is packed tightly."""
 BIG_WHEN_PACKED = 1 << 25
 """Bytes from which on a packed file is unpacked onto the node and not into memory."""
 _UNPACKED = 8
@@ -58,7 +60,9 @@ class Lines:
         self._whole = self._file.whole if isinstance(self._file, Mapped) else _unpacked(path)
         self.size = len(self._whole)
         self._data = np.frombuffer(self._whole, np.uint8)
-        self._starts = _kept_starts(path, self._data) if self.size >= BIG else starts_of(self._data)
+        # Of a small file that is packed tightly, the starts of lines may be a thousand times as large.
+        many = self.size >= BIG or self.size > max(MANY, _UNPACKED * path.stat().st_size)
+        self._starts = _kept_starts(path, self._data) if many else starts_of(self._data)
         self._lengths: dict[str, NDArray[np.int64]] = {}
 
     def __len__(self) -> int:

@@ -9,15 +9,19 @@ counting. Small ones are turned in memory.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute
 import pyarrow.parquet
+from numpy.typing import NDArray
 
 from meshrun.data.cache import free_memory
-from meshrun.data.sources.columns import one_line, sentences
+from meshrun.data.sources.columns import DENSEST, LARGE, one_line, sentences
 from meshrun.data.sources.delimited import Wider, read_delimited
 from meshrun.data.sources.once import Progress, once
 from meshrun.data.sources.source import refuse_missing
@@ -31,6 +35,10 @@ _BATCH = 16 << 20
 """Bytes of a record batch, about."""
 _ROWS = 1 << 16
 """Most rows of a record batch."""
+
+_LEAST_ROWS = 32
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4}
+"""Bytes of a number in memory; 8 of all other types, or somewhat more."""
 
 Batches = tuple[pa.Schema, Iterator[tuple[pa.RecordBatch, float]]]
 """Columns, and record batches with the share of the file that is read after each."""
@@ -92,13 +100,42 @@ def _fill(
         for batch, share in found:
             with sentences(path):
                 batch.validate(full=True)  # what is written from offsets that lie is other memory
-                columns = [_decoded(column) for column in batch.columns]
-                pieces = pa.Table.from_arrays(columns, schema=plain).to_batches(_ROWS)
-            for piece in pieces:
-                writer.write_batch(piece)
-                if most is not None and sink.tell() > most:
-                    raise _TooLarge
+                parts = _parts(batch)
+            for part in parts:
+                with sentences(path):
+                    columns = [_decoded(column) for column in part.columns]
+                    pieces = pa.Table.from_arrays(columns, schema=plain).to_batches(_ROWS)
+                for piece in pieces:
+                    writer.write_batch(piece)
+                    if most is not None and sink.tell() > most:
+                        raise _TooLarge
             told(share)
+
+
+def _parts(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
+    """A batch in parts of about `_BATCH` bytes once its dictionaries are gone: these hold each value only once."""
+    dictionaries = [column for column in batch.columns if isinstance(column, pa.DictionaryArray)]
+    if not dictionaries or not batch.num_rows:
+        return [batch]
+    part_of_row = np.cumsum(sum(map(_sizes, dictionaries))) // _BATCH
+    starts = [0, *(np.flatnonzero(np.diff(part_of_row)) + 1).tolist(), batch.num_rows]
+    return [batch.slice(start, stop - start) for start, stop in itertools.pairwise(starts)]
+
+
+def _sizes(column: pa.DictionaryArray) -> NDArray[np.int64]:
+    """Bytes that the value of each row takes, or as many as that may be."""
+    values = column.dictionary
+    if _is_text(values.type):
+        lengths = pa.compute.binary_length(values).cast(pa.int64())
+    else:
+        lengths = pa.array(np.full(len(values), values.nbytes, np.int64))
+    found: NDArray[np.int64] = lengths.take(column.indices).fill_null(0).to_numpy(zero_copy_only=False)
+    return found
+
+
+def _is_text(kind: pa.DataType) -> bool:
+    types = pa.types
+    return any(each(kind) for each in (types.is_string, types.is_large_string, types.is_binary, types.is_large_binary))
 
 
 def _has_dictionary(kind: pa.DataType) -> bool:
@@ -118,7 +155,10 @@ def _decoded(column: pa.Array) -> pa.Array:
 
 def _parquet(path: Path, columns: Sequence[str] | None) -> Batches:
     try:
-        file = pa.parquet.ParquetFile(path)
+        schema = pa.parquet.read_schema(path)
+        # A text that is there a million times lies in such a file once: it is also read so.
+        texts = [field.name for field in schema if "." not in field.name and _is_text(field.type)]
+        file = pa.parquet.ParquetFile(path, read_dictionary=texts)
         schema = file.schema_arrow
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} is no whole Parquet file: {one_line(error)}; copy or write it again") from None
@@ -128,7 +168,13 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Batches:
     def batches() -> Iterator[tuple[pa.RecordBatch, float]]:
         for group in range(file.num_row_groups):
             about = file.metadata.row_group(group)
-            rows = max(1, min(_ROWS, _BATCH * about.num_rows // max(1, about.total_byte_size)))
+            size, most = _size_in_memory(about) // max(1, about.num_rows), path.stat().st_size
+            if size > max(LARGE, DENSEST * most):
+                raise UserError(
+                    f"row group {group} of {path} has rows of {size:,} bytes by what it says of itself, which a file "
+                    f"of {most:,} bytes cannot hold; copy or write it again"
+                )
+            rows = max(1, min(_ROWS, _BATCH // max(1, size), _rows_of_lists(about)))
             try:
                 for batch in file.iter_batches(rows, row_groups=[group], columns=names, use_threads=False):
                     yield batch.select(names), group / file.num_row_groups
@@ -138,6 +184,24 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Batches:
                 ) from None
 
     return pa.schema([schema.field(name) for name in names]), batches()
+
+
+def _size_in_memory(about: Any) -> int:
+    """Bytes of a row group whose columns are read: a number that comes often takes almost none in the file."""
+    columns = map(about.column, range(about.num_columns))
+    return sum(
+        max(column.total_uncompressed_size, column.num_values * _WIDTHS.get(column.physical_type, 8))
+        for column in columns
+    )
+
+
+def _rows_of_lists(about: Any) -> int:
+    """Rows to read at a time because of texts in lists, which cannot be read as dictionaries: each may be as long as
+    the whole column is in the file."""
+    columns = [each for each in map(about.column, range(about.num_columns)) if "." in each.path_in_schema]
+    texts = [each for each in columns if each.physical_type == "BYTE_ARRAY"]
+    size = sum(max(1, each.num_values // max(1, about.num_rows)) * each.total_uncompressed_size for each in texts)
+    return max(_LEAST_ROWS, LARGE // max(1, size))
 
 
 def _arrow(path: Path, columns: Sequence[str] | None) -> Batches:
