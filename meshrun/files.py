@@ -2,7 +2,7 @@
 
 with open_plain(path) as file:      # an OSError where the path is no plain file
     file.read()
-read_plain(path)                    # all bytes of a plain file
+read_plain(path)                    # all bytes of a plain file that is no larger than documents are
 read_own(path)                      # the same of a file that belongs to this user, and is no link
 with new_file(path) as file:        # to write to: never through a link, nor into what lies there already
     file.write(data)
@@ -16,9 +16,14 @@ import os
 import stat
 from pathlib import Path
 
+LARGEST = 1 << 30
+"""Bytes of a document; a file with holes may be said to have any number of them."""
+
 
 def open_plain(path: Path | str | bytes) -> io.FileIO:
     """Open a plain file for reading; an OSError for pipes, sockets, devices and folders."""
+    if stat.S_ISSOCK(os.lstat(path).st_mode):  # of which the system says what it says of a device that is gone
+        raise OSError(errno.EINVAL, "it is no plain file", os.fspath(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
@@ -51,6 +56,8 @@ def new_file(path: Path, mode: int = 0o666) -> io.BufferedWriter:
 
 
 def read_plain(path: Path) -> bytes:
-    """All bytes of a plain file; an OSError for anything else."""
+    """All bytes of a plain file of at most `LARGEST` bytes; an OSError for anything else."""
     with open_plain(path) as file:
-        return file.readall()
+        if os.fstat(file.fileno()).st_size > LARGEST:
+            raise OSError(errno.EFBIG, f"it has more than {LARGEST:,} bytes", os.fspath(path))
+        return file.readall() or b""  # nothing where the kernel has nothing to say just now

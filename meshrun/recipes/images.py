@@ -254,13 +254,10 @@ def opened(where: Path, split: str, pixels: int, classes: Sequence[str] | None =
     """The images of a split; those of a folder numbered like `classes`, which it need not have all of."""
     if where.is_dir():
         return ImageFolder(where / split, pixels, classes=classes)
-    arrays = False
-    with suppress(ImportError, OSError):  # what cannot be read is told by who reads it
-        import h5py
-
-        with h5py.File(where) as file:
-            arrays = f"{split}/images" in file
-    return Hdf5(where, split, size=None if arrays else pixels)  # arrays stay as large as they were stored
+    try:
+        return Hdf5(where, split)  # arrays stay as large as they were stored
+    except UserError:  # which encoded images are without a size
+        return Hdf5(where, split, size=pixels)
 
 
 def listed(classes: Sequence[str] | None) -> str:

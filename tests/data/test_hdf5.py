@@ -428,3 +428,53 @@ def test_what_a_file_system_gives_in_parts_is_put_together_and_an_end_is_told(
     monkeypatch.setattr(os, "preadv", lambda *_: 0)
     with pytest.raises(RunFailed, match="it ends before byte"):
         data.batch_of([3])
+
+
+def through_a_pipe(file: h5py.File) -> None:
+    file.create_dataset("images", shape=(4, 3), dtype="u1", external=[("pipe", 0, 12)])
+    file["labels"] = np.arange(4)
+
+
+def joined_from_a_pipe(file: h5py.File) -> None:
+    layout = h5py.VirtualLayout(shape=(4, 3), dtype="u1")
+    layout[:] = h5py.VirtualSource("pipe", "images", shape=(4, 3))
+    file.create_virtual_dataset("images", layout)
+    file["labels"] = np.arange(4)
+
+
+def linked_to_a_pipe(file: h5py.File) -> None:
+    file["images"] = h5py.ExternalLink("pipe", "/images")
+    file["labels"] = np.arange(4)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (through_a_pipe, "has rows in .*pipe, which is no plain file"),
+        (joined_from_a_pipe, "has rows in .*pipe, which is no plain file"),
+        (linked_to_a_pipe, "a file that its links name, does not open within 1 s"),
+    ],
+)
+def test_a_pipe_that_a_file_leads_to_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], None], says: str
+):
+    monkeypatch.chdir(tmp_path)  # HDF5 looks for other files here
+    monkeypatch.setattr("meshrun.data.sources.rows._SECONDS_TO_OPEN", 1)
+    os.mkfifo(tmp_path / "pipe")
+    with h5py.File(tmp_path / "some.h5", "w") as file:
+        make(file)
+    with pytest.raises(UserError, match=says):
+        Hdf5(tmp_path / "some.h5")
+
+
+def test_rows_that_were_never_written_must_not_be_far_more_than_the_file_could_hold(tmp_path: Path):
+    with h5py.File(tmp_path / "some.h5", "w") as file:
+        file.create_dataset("images", shape=(4, 10**8), dtype="u1")
+        file["labels"] = np.arange(4)
+    with pytest.raises(UserError, match=r"400,000,000 bytes of data by its shape .* cannot hold"):
+        Hdf5(tmp_path / "some.h5")
+
+
+@pytest.mark.parametrize("size", [0, -1, 10**9, "8", 1.5])
+def test_a_size_that_no_picture_has_is_refused(encoded: Path, size: Any):
+    assert "it must be a number of pixels above 0 and at most 16,384" in refusal(encoded, "train", size=size)

@@ -7,6 +7,7 @@ import io
 import multiprocessing
 import os
 import pickle
+import socket
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -333,3 +334,30 @@ def test_a_pipe_or_a_device_that_is_called_like_a_picture_is_a_bad_sample(tmp_pa
     for number in range(2):
         with pytest.raises(BadSample, match=r"cannot be read: it is no plain file"):
             images[number]
+
+
+def test_only_usual_kinds_of_pictures_are_decoded():
+    """Pillow would run a program for PostScript, whatever the file is called."""
+    script = encoded(gradient(), "EPS")
+    with pytest.raises(ValueError, match="are no image that Pillow knows"):
+        decoded(script)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM"])
+def test_usual_kinds_of_pictures_are_decoded(kind: str):
+    assert decoded(encoded(gradient(), kind)).any()
+
+
+def test_a_socket_that_is_called_an_image_is_a_bad_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    written(tmp_path, "a/1.png", "b/1.png")
+    monkeypatch.chdir(tmp_path / "b")
+    with closing(socket.socket(socket.AF_UNIX)) as made:
+        made.bind("2.png")
+    with pytest.raises(BadSample, match="it is no plain file"):
+        ImageFolder(tmp_path, 8)[2]
+
+
+def test_a_size_beyond_reason_is_refused(tmp_path: Path):
+    written(tmp_path, "a/1.png", "b/1.png")
+    with pytest.raises(UserError, match="above 0 and at most 16,384"):
+        ImageFolder(tmp_path, 10**9)

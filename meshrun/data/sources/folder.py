@@ -47,8 +47,11 @@ class ImageFolder(Source):
     def __init__(
         self, folder: str | Path, size: int = 224, *, keep: bool | None = None, classes: Sequence[str] | None = None
     ) -> None:
-        if not isinstance(size, int) or size < 1:
-            raise UserError(f"size of ImageFolder({str(folder)!r}) is {size!r}; it must be a number of pixels above 0")
+        if not isinstance(size, int) or not 0 < size <= pictures.LARGEST_SIDE:
+            raise UserError(
+                f"size of ImageFolder({str(folder)!r}) is {size!r}; it must be a number of pixels above 0 and at most "
+                f"{pictures.LARGEST_SIDE:,}"
+            )
         self.folder, self.size = Path(folder), size
         found = _classes(self.folder)
         if classes is not None:

@@ -32,6 +32,8 @@ IN_MEMORY = 64 << 20
 """Targets of at most so many bytes are read when the dataset is made."""
 _DENSEST = 1100
 """Bytes of data that one byte of a file can hold: gzip packs at most 1,032 to 1."""
+_BESIDE = 1 << 16
+"""Bytes that are added to a file's size for that: rows that were never written are all alike, and in no file."""
 _AS_TENSORS = {"f8": "f4", "c16": "c8", "u2": "i4", "u4": "i8", "u8": "i8"}
 """What torch computes with instead of what some files hold."""
 
@@ -54,6 +56,11 @@ class Hdf5(Source):
         for name, value in (("group", group), ("inputs", inputs), ("targets", targets)):
             if not isinstance(value, str):
                 raise UserError(f"{name} of Hdf5({str(path)!r}) is {value!r}; it must be a name in the file")
+        if size is not None and (not isinstance(size, int) or not 0 < size <= pictures.LARGEST_SIDE):
+            raise UserError(
+                f"size of Hdf5({str(path)!r}) is {size!r}; it must be a number of pixels above 0 and at most "
+                f"{pictures.LARGEST_SIDE:,}"
+            )
         self._file = H5File(self.path)
         if (copy := cached(self.path)) != self.path:
             self._file = H5File(copy)
@@ -189,12 +196,23 @@ class Hdf5(Source):
         if 0 in dataset.shape:
             raise UserError(f"{self._called(name)} is empty (shape {dataset.shape}); it must have a row a sample")
         elsewhere = dataset.is_virtual or dataset.external is not None
-        if not elsewhere and dataset.nbytes > _DENSEST * (self._file.watched.size + NEIGHBOURS):
+        if elsewhere:
+            self._refuse_pipes(dataset)
+        if not elsewhere and dataset.nbytes > _DENSEST * (self._file.watched.size + _BESIDE):
             raise UserError(
                 f"{self._called(name)} has {dataset.nbytes:,} bytes of data by its shape {dataset.shape}, which a file "
                 f"of {self._file.watched.size:,} bytes cannot hold; it is damaged or was not written, write it again"
             )
         return dataset
+
+    def _refuse_pipes(self, dataset: Any) -> None:
+        """Other files that the rows lie in must be plain ones: HDF5 would wait for a pipe for ever."""
+        files = [each[0] for each in dataset.external or ()]
+        files += [each.file_name for each in dataset.virtual_sources()] if dataset.is_virtual else []
+        for name in dict.fromkeys(files):
+            for file in (Path(name), self._file.path.parent / name):
+                if file.exists() and not file.is_file():
+                    raise UserError(f"{self._called('')} has rows in {file}, which is no plain file")
 
     def _column(self, found: Any, name: str) -> NDArray[Any] | Rows:
         """Targets: in memory where they are few bytes, as mostly, since they are classes."""

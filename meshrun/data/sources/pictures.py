@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 SUFFIXES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff", "ppm", "pgm"})
 """What names of image files end in."""
 
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""What is decoded: Pillow knows many others, and runs a program for one of them."""
+LARGEST_SIDE = 1 << 14
+"""Pixels of a side beyond which a size is a slip of the pen."""
 LARGE = 64 << 20
 """Bytes of pixels that are read whatever the size of the file."""
 MOST_PER_BYTE = 1100
@@ -60,7 +64,7 @@ def decode(data: bytes, into: Tensor) -> None:
 
 def _pixels(data: bytes, size: int) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:
     """The picture's red, green and blue, at least `size` high and wide if it ever was, and how the camera was held."""
-    image = _pillow().open(io.BytesIO(data))
+    image = _pillow().open(io.BytesIO(data), formats=FORMATS)
     if image.width * image.height * 4 > max(LARGE, MOST_PER_BYTE * len(data)):
         raise ValueError(
             f"its header says {image.width:,} x {image.height:,} pixels, which {len(data):,} bytes cannot hold"

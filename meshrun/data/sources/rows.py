@@ -37,6 +37,8 @@ NEIGHBOURS = 1 << 20
 """Bytes that are worth reading in one go."""
 _SECONDS_TO_LOOK = 1
 """Computing time for a look at the names, shapes and classes in a file, which takes milliseconds."""
+_SECONDS_TO_OPEN = 10
+"""Time for it: a link may lead to a pipe, into which nobody writes."""
 _TOGETHER = 1024
 """Most buffers that the kernel fills in one call."""
 
@@ -93,10 +95,17 @@ class H5File:
                     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                     resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS_TO_LOOK, _SECONDS_TO_LOOK + 1))
                     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
+                    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+                    signal.alarm(_SECONDS_TO_OPEN)
                     with h5py.File(self.path, "r", locking=False) as file:
                         look(file)
                 os._exit(0)
         _, status = os.waitpid(pid, 0)
+        if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+            raise UserError(
+                f"HDF5 file {self.path}, or a file that its links name, does not open within {_SECONDS_TO_OPEN} s; it "
+                f"may be a pipe, or lie on a disk that does not answer"
+            )
         if os.WIFSIGNALED(status):
             how = "has no end with" if os.WTERMSIG(status) == signal.SIGXCPU else "crashes on"
             raise UserError(
