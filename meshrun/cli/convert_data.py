@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshrun import strict_json
+from meshrun.config import ON_A_NODE
 from meshrun.errors import StoppedByHand, UserError
 
 if TYPE_CHECKING:
@@ -175,8 +176,10 @@ def _crew(workers: int | None) -> Crew:
     from meshrun.world.cores import granted, quota
     from meshrun.world.environment import one_thread_for_tokenizers
 
-    if workers is not None and workers < 1:
-        raise UserError(f"workers is {workers}; it must be at least 1, or absent for one a core (--workers)")
+    if workers is not None and not 1 <= workers <= ON_A_NODE:
+        raise UserError(
+            f"workers is {workers}; it must be at least 1 and at most {ON_A_NODE:,}, or absent (--workers)"
+        )
     cores = len(granted())
     limit = quota()
     return Crew(workers or max(1, min(cores, int(limit) if limit else cores)), one_thread_for_tokenizers)

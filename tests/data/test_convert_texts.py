@@ -12,18 +12,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from meshrun import TokenFile
 from meshrun.cli.main import main
+from meshrun.data.convert import texts as reading
 from meshrun.data.convert import to_tokens as module
 from meshrun.data.convert import tokenizing
-from meshrun.data.convert.inputs import Input, opened
+from meshrun.data.convert.inputs import Input, files_below, opened
 from meshrun.data.convert.parts import unwritable
 from meshrun.data.convert.result import Converted, checked
 from meshrun.data.convert.texts import _READ
@@ -242,6 +246,38 @@ def test_a_part_that_is_damaged_meanwhile_is_made_anew(folder: Path, tokenizer: 
     assert made.sha256 == expected.sha256 and made.resumed <= len(left) - 1
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda facts: {**facts, "arrays": {"lengths": ["|O", 0, 64]}},  # objects at addresses that a file names
+        lambda facts: {**facts, "arrays": {"lengths": ["<i8", 0, 1 << 40]}},
+        lambda facts: {key: value for key, value in facts.items() if key != "samples"},
+        lambda _: [1],
+    ],
+)
+def test_what_is_said_of_a_part_is_checked_as_the_part_is(
+    folder: Path, tokenizer: Path, tmp_path: Path, damage: Callable[[dict[str, Any]], Any]
+):
+    expected = convert(folder, tmp_path / "whole.tokens", tokenizer=tokenizer)
+    dest = tmp_path / "damaged.tokens"
+    started_and_killed(folder, dest, parts=3, tokenizer=tokenizer)
+    said = min((tmp_path / ".damaged.tokens.parts").glob("0*.json"))
+    said.write_text(json.dumps(damage(json.loads(said.read_text()))))
+    assert convert(folder, dest, tokenizer=tokenizer).sha256 == expected.sha256
+
+
+def test_pipes_are_refused_and_not_waited_for(folder: Path, tokenizer: Path, tmp_path: Path):
+    dest = tmp_path / "news.tokens"
+    convert(folder, dest, tokenizer=tokenizer)
+    (tmp_path / "news.tokens.sha256").unlink()
+    os.mkfifo(tmp_path / "news.tokens.sha256")
+    with pytest.raises(UserError, match="it is no plain file"):
+        checked(dest, Quiet())
+    os.mkfifo(folder / "1790" / "pipe.txt")
+    with pytest.raises(UserError, match=r"pipe\.txt cannot be used: it is no plain file"):
+        convert(folder, tmp_path / "other.tokens", tokenizer=tokenizer)
+
+
 @pytest.mark.parametrize("change", ["inputs", "options"])
 def test_parts_of_other_inputs_or_options_are_not_used(folder: Path, tokenizer: Path, tmp_path: Path, change: str):
     dest, notes, skip = tmp_path / "news.tokens", Notes(), change == "options"
@@ -448,3 +484,20 @@ def test_parts_are_not_kept_in_a_folder_that_another_has_put_there(planted: str,
     with pytest.raises(UserError, match=r"out\.tokens\.parts, .* must be a folder that this user alone can write to"):
         convert(folder, tmp_path / "out.tokens", vocabulary=300)
     assert precious.read_text() == "years of work"
+
+
+def test_a_text_that_a_column_of_parquet_holds_once_is_in_memory_once(tmp_path: Path):
+    """1,000 rows of 200,000 characters, in a file of some hundred bytes."""
+    path = tmp_path / "t.parquet"
+    pa.parquet.write_table(pa.table({"text": ["x" * 200_000] * 1000}), path, compression="zstd")
+    (unit,) = (job.units[0] for job in reading.jobs_of(path, files_below(path), reading.Reading("parquet"), 1 << 20))
+    before = pa.total_allocated_bytes()
+    documents = reading.documents(path, [unit], reading.Reading("parquet"))
+    assert all(isinstance(next(documents), reading.Document) for _ in range(5))
+    assert pa.total_allocated_bytes() - before < 20 << 20
+
+
+def test_no_number_of_processes_beyond_reason_is_started(folder: Path, tmp_path: Path):
+    with pytest.raises(SystemExit) as ended:
+        main(["convert-data", str(folder), str(tmp_path / "t.tokens"), "--workers", "1000000"])
+    assert ended.value.code == 2

@@ -8,6 +8,7 @@ Names are relative to the folder. Hidden files are left out; a folder that is li
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from meshrun.errors import BadSample, RunFailed, UserError, is_of_machine, unreadable_here
+from meshrun.files import open_plain
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def opened(root: Path, each: Input) -> BinaryIO:
     """The file, if it is still the one that was listed."""
     path = path_of(root, each)
     try:
-        file = path.open("rb")
+        file = io.BufferedReader(open_plain(path))
         now = os.fstat(file.fileno())
     except FileNotFoundError:
         raise changed(path) from None

@@ -34,7 +34,8 @@ from meshrun.data.convert.inputs import Input
 from meshrun.data.download import Told
 from meshrun.errors import RunFailed, UserError
 
-FORMAT = 1
+FORMAT = 2
+_SEAL = "seal"
 _LIST, _MANIFEST, _LOCK = "inputs.jsonl", "manifest.json", "lock"
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -85,7 +86,7 @@ def write_part(folder: Path, number: int, fill: Callable[[BinaryIO], Filled]) ->
                 file.write(np.ascontiguousarray(array).data)
         facts = {**filled.facts, "data": data, "arrays": arrays, "sha256": _sha256(new)}
         new.replace(path)
-        write_json(path.with_suffix(".json"), facts)
+        write_json(path.with_suffix(".json"), {**facts, _SEAL: _seal(facts)})
     except OSError as error:
         with contextlib.suppress(OSError):
             new.unlink(missing_ok=True)
@@ -97,15 +98,23 @@ def whole_part(folder: Path, number: int) -> Part | None:
     """A part that was kept and is as it was then."""
     path = _path(folder, number)
     try:
-        facts = strict_json.loads(path.with_suffix(".json").read_text())
+        facts = facts_of(folder, number)
         return Part(path, facts) if _sha256(path) == facts["sha256"] else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return None
 
 
 def facts_of(folder: Path, number: int) -> dict[str, Any]:
-    """What is known of a part, without reading it."""
-    return dict(strict_json.loads(_path(folder, number).with_suffix(".json").read_text()))
+    """What is known of a part, without reading it; a ValueError where that is not what was written of it."""
+    facts = strict_json.read(_path(folder, number).with_suffix(".json"))
+    if facts.pop(_SEAL, None) != _seal(facts):
+        raise ValueError("it has another checksum than when it was written")
+    return facts
+
+
+def _seal(facts: Mapping[str, Any]) -> str:
+    """The checksum of what is known of a part: where its arrays lie is believed later."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 
 def unwritable(path: Path, error: OSError, parts: Path) -> RunFailed:

@@ -20,6 +20,7 @@ from meshrun.data.convert.work import Totals
 from meshrun.data.download import Told, sum_of
 from meshrun.data.sources.token_format import ENDING, read_layout, sha256_of_numbers
 from meshrun.errors import UserError
+from meshrun.files import read_plain
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def checked(dest: Path, told: Told) -> list[str]:
         raise UserError(f"there is no file {dest} to be checked (--check)")
     sums = _sums_beside(dest)
     try:
-        lines = [line.partition("  ") for line in sums.read_text().splitlines()]
+        lines = [line.partition("  ") for line in read_plain(sums).decode().splitlines()]
     except FileNotFoundError:
         if not dest.name.endswith(ENDING):
             raise UserError(f"{sums} is not here, which says what {dest} should be (--check)") from None

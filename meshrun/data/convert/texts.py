@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 from meshrun.data.convert.inputs import Input, Job, Unit, opened, path_of, unusable
 from meshrun.data.convert.work import Bad
+from meshrun.data.sources.source import listed
 from meshrun.errors import BadSample, UserError, is_of_machine, unreadable_here
 
 _JSON = (".jsonl", ".ndjson", ".jsonl.gz", ".ndjson.gz")
@@ -194,7 +195,7 @@ def _of_rows(source: Path, unit: Unit, path: Path, column: str) -> Iterator[Docu
                     yield _column({column: value.as_py()}, column)
 
                 yield Document(f"row {before + number:,} of {path}", texts)
-    except (OSError, ValueError, NotImplementedError) as error:  # so are pyarrow's own
+    except (OSError, ValueError, LookupError, TypeError, NotImplementedError, MemoryError) as error:  # so are pyarrow's
         _refuse_of_machine(path, error)
         raise unusable(f"row group {unit.begin} of {path}", f"{error} after {number:,} of its rows") from None
 
@@ -271,10 +272,12 @@ def _parquet(source: Path, each: Input, column: str) -> Any:
     path = path_of(source, each)
     try:
         opened(source, each).close()
-        found = parquet.ParquetFile(path)
-    except (OSError, ValueError) as error:
+        # A text that is there a million times lies in such a file once: it is also read so.
+        found = parquet.ParquetFile(path, read_dictionary=[column])
+        names = found.schema_arrow.names
+    except (OSError, ValueError, LookupError, TypeError, NotImplementedError, MemoryError) as error:  # so are pyarrow's
+        _refuse_of_machine(path, error)
         raise UserError(f"{path} is not a Parquet file that can be read: {error}") from None
-    if column not in found.schema_arrow.names:
-        names = ", ".join(found.schema_arrow.names)
-        raise UserError(f"{path} has no column {column!r}; it has: {names} (--column)")
+    if column not in names:
+        raise UserError(f"{path} has no column {column!r}; it has: {listed(names)} (--column)")
     return found

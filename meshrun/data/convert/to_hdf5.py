@@ -67,6 +67,8 @@ class Pictures:
             raise UserError(
                 f"size is {self.size}, but encoded images stay as they are; leave it out, or --images arrays"
             )
+        if self.size is not None and self.size > pictures.LARGEST_SIDE:
+            raise UserError(f"size is {self.size}; it must be at most {pictures.LARGEST_SIDE:,} pixels (--size)")
         if self.compress not in (None, "gzip"):
             raise UserError(f"compress is {self.compress!r}; it must be gzip, or absent (--compress)")
         if self.compress and self.form == "encoded":
