@@ -42,6 +42,7 @@ USUAL = {"procs": 2, "steps": 240, "checkpoint": "5", "hang_after": 2.0}
 """Options of the runs, where the user does not choose: short runs that save often."""
 USUAL_ON_CLUSTER = {**USUAL, "steps": 600, "hang_after": 5.0, "procs": PROCS}
 """The same on nodes, where all takes longer."""
+MOST_FAULTS = 1_000_000
 FIXED = {"record_ids": True, "restarts": 1000, "keep": 3, "tensorboard": False, "timeout": 60.0}
 
 PACE_ON_CLUSTER = 0.05
@@ -68,8 +69,8 @@ def chaos_command(asked: Asked) -> int:
     if world.size > 1:
         raise UserError(f"chaos starts its own processes, but {world.source} has started {world.size}; start it once")
     count, seed, keep = asked.beyond["faults"], asked.beyond.get("seed", 1), asked.beyond.get("keep")
-    if count < 1:
-        raise UserError(f"faults is {count}; it must be at least 1 (--faults)")
+    if not 1 <= count <= MOST_FAULTS:
+        raise UserError(f"faults is {count}; it must be at least 1 and at most {MOST_FAULTS:,} (--faults)")
     on_cluster = asked.beyond["cluster"]
     document = _document(asked, USUAL_ON_CLUSTER if on_cluster else USUAL)
     kinds = asked.beyond["kinds"].split(",") if asked.beyond.get("kinds") else None

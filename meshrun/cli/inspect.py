@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from meshrun import strict_json
+from meshrun.config import whole_number
 
 if TYPE_CHECKING:
     from meshrun.state.checkpoint import Checkpoint
@@ -82,7 +83,7 @@ def _place(name: str) -> tuple[int, list[tuple[int, str]]]:
     """Where a tensor is listed: kind after kind, and numbers in names by their value."""
     kind = name.partition("/")[0]
     parts = re.split(r"(\d+)", name)
-    numbers = [(int(part), "") if part.isascii() and part.isdigit() else (-1, part) for part in parts]
+    numbers = [(-1, part) if (number := whole_number(part)) is None else (number, "") for part in parts]
     return KINDS.index(kind) if kind in KINDS else len(KINDS), numbers
 
 

@@ -22,6 +22,7 @@ from meshrun.cli.options import run_options
 from meshrun.config import RunConfig, seconds_in, whole_number, without_secrets
 from meshrun.data.shuffle import Shuffle
 from meshrun.errors import UserError
+from meshrun.files import read_plain
 from meshrun.launch import limits, probe
 from meshrun.launch.submission import LINKS, Element, Resources, Rules, Submission, rules_of
 from meshrun.layout import Layout, parse
@@ -252,7 +253,7 @@ def _free(runs: Path, name: str) -> int:
 
 def _setup(path: Path | None) -> str:
     try:
-        return path.read_text() if path is not None else ""
+        return read_plain(path).decode() if path is not None else ""
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
             f"cannot read {path}: {getattr(error, 'strerror', None) or 'it is no text'} (--setup)"

@@ -133,7 +133,7 @@ def rows(slurm: Slurm, runs: Path) -> list[Row]:
         # Of jobs that are over, only its own: Slurm also remembers one that it rejected, of a run that was never made.
         jobs = [job for of, job in known if of == run and (job.shown in record.jobs or not job.over)]
         found.append(_row(run, record, jobs[-1] if jobs else None))
-    return sorted(found, key=lambda row: (int(re.sub(r"_.*|\D", "", row.job) or 0), row.job))
+    return sorted(found, key=lambda row: (whole_number(row.job.partition("_")[0]) or 0, row.job))
 
 
 def _row(run: Path, record: Record, job: Job | None) -> Row:

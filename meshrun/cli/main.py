@@ -194,21 +194,21 @@ def _world() -> World:
 
 def _dispatch(words: list[str]) -> int:
     match words:
-        case ["nursery", fd, launcher, *target]:
+        case ["nursery", fd, launcher, *target] if _are_numbers(fd, launcher):
             from meshrun.cli.nursery import nursery_command
 
             return _dispatch(nursery_command(int(fd), int(launcher), next(iter(target), None)))
-        case ["cold-nursery", fd, launcher]:
+        case ["cold-nursery", fd, launcher] if _are_numbers(fd, launcher):
             from meshrun.launch.local import die_with_launcher
             from meshrun.launch.nursery import serve
 
             die_with_launcher(int(launcher))
             serve(int(fd))
-        case ["rank", folder, launcher, *memory]:
+        case ["rank", folder, launcher, *memory] if _are_numbers(launcher):
             from meshrun.cli.rank import rank_command
 
             rank_command(Path(folder), int(launcher), *map(Path, memory))
-        case ["probe", folder, launcher, *words]:
+        case ["probe", folder, launcher, *words] if _are_numbers(launcher):
             from meshrun.cli.verify import probe_command
 
             probe_command(Path(folder), int(launcher), *words)
@@ -255,6 +255,11 @@ def _dispatch(words: list[str]) -> int:
         case _:
             return int(invoke(app, words) or 0)
     return 0
+
+
+def _are_numbers(*words: str) -> bool:
+    """Whether a launcher has written these words: people who type one of its commands are told that there is none."""
+    return all(whole_number(word) is not None for word in words)
 
 
 def _parsed(parse: Callable[[list[str]], Asked | None], words: list[str]) -> Asked | None:

@@ -16,6 +16,21 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+NAMES_AS_THEY_ARE = "meshrun-names-as-they-are"
+"""What stands for bytes of a file's name is written as these bytes; other halves of characters, which JSON can hold,
+are written out."""
+
+
+def _as_they_are(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    half = ord(error.object[error.start])
+    shown = bytes([half - 0xDC00]) if 0xDC80 <= half <= 0xDCFF else f"\\u{half:04x}".encode()
+    return shown, error.start + 1
+
+
+codecs.register_error(NAMES_AS_THEY_ARE, _as_they_are)
+
 
 class _Outlet(io.FileIO):
     """A file descriptor whose reader may go."""
@@ -67,7 +82,7 @@ def _set_stream(name: str, raw: Any, by_line: bool) -> None:
     encoding, errors = (old.encoding, old.errors) if old else ("utf-8", "backslashreplace")
     # Names of files need not be text, and a terminal need not know all text.
     if errors in ("strict", "surrogateescape"):
-        errors = "surrogateescape" if codecs.lookup(encoding).name == "utf-8" else "backslashreplace"
+        errors = NAMES_AS_THEY_ARE if codecs.lookup(encoding).name == "utf-8" else "backslashreplace"
     setattr(sys, name, _Stream(io.BufferedWriter(raw), encoding, errors, line_buffering=by_line))
 
 

@@ -29,7 +29,7 @@ from rich.table import Table
 from meshrun import strict_json
 from meshrun.cli.command import Asked
 from meshrun.cli.target import find, make
-from meshrun.config import RunConfig, RunDirectory
+from meshrun.config import ON_A_NODE, RunConfig, RunDirectory
 from meshrun.errors import RunFailed, UserError
 from meshrun.launch.local import PARENT, Interrupted, Job, die_with_launcher, launch
 from meshrun.launch.ranks import Nursery
@@ -159,6 +159,11 @@ def _layouts_of(text: str) -> list[Layout]:
     for layout in layouts:
         if layout.star is not None:
             raise UserError(f"layout '{layout}' is open; verify needs a number for each axis (--layouts)")
+        if layout.size > ON_A_NODE:
+            raise UserError(
+                f"layout '{layout}' needs {layout.size:,} ranks, which verify starts on this machine; it must be at "
+                f"most {ON_A_NODE:,} (--layouts)"
+            )
     return layouts
 
 

@@ -274,9 +274,11 @@ def _received(answer: Any, url: str, part: Path, note: Path, told: Told) -> Sum:
 def _had(part: Path, note: Path) -> str | None:
     """What the server called the file whose beginning lies here; None where it cannot be gone on with."""
     try:
-        return str(strict_json.loads(note.read_text())["same"]) if part.stat().st_size else None
-    except (OSError, ValueError, KeyError, TypeError):
+        same = strict_json.read(note).get("same") if part.stat().st_size else None
+    except (OSError, ValueError):
         return None
+    # What no server can have said would be refused as a header, each time anew.
+    return same if isinstance(same, str) and same.isascii() and same.isprintable() else None
 
 
 def _forget(part: Path, note: Path) -> None:

@@ -121,7 +121,7 @@ def _flocked(file: int) -> bool:
 def _has_died_here(holder: dict[str, object]) -> bool:
     """Whether the process that took the lock is gone from this host."""
     pid = holder.get("pid")
-    if holder.get("host") != socket.gethostname() or not isinstance(pid, int):
+    if holder.get("host") != socket.gethostname() or not isinstance(pid, int) or not 0 < pid < 1 << 31:
         return False
     try:
         os.kill(pid, 0)

@@ -584,9 +584,14 @@ def _safetensors(path: Path) -> list[Path]:
     index, single = path / "model.safetensors.index.json", path / "model.safetensors"
     if index.is_file():
         try:
-            return [path / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        except (ValueError, LookupError, AttributeError, TypeError):
+            names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+            files = [path / name for name in names]
+        except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
             raise UserError(f"{index} is not an index of safetensors files (--weights)") from None
+        for name, file in zip(names, files, strict=True):
+            if "\0" in name or not file.is_file():
+                raise UserError(f"{index} names {name!r:.200}, which is no file in {path}; copy it there (--weights)")
+        return files
     if single.is_file():
         return [single]
     raise UserError(
@@ -600,10 +605,14 @@ def _check_config(config: Path, shape: Shape) -> None:
     if not config.is_file():
         return
     try:
-        theirs = json.loads(config.read_text())
-    except ValueError as error:
+        theirs = json.loads(config.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{config} is not valid JSON: {error} (--weights)") from None
+    if not isinstance(theirs, dict):
+        raise UserError(f"{config} is no table of what the model is (--weights)")
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        raise UserError(f"the rope parameters in {config} are {rope!r:.80} and no table (--weights)")
     theirs = {"rope_theta": 10_000.0, "rope_type": rope.get("type", "default"), **theirs, **rope}
     ours = {**hf_config(shape), "rope_type": "default"}
     for name in ("num_attention_heads", "rms_norm_eps", "rope_theta", "rope_type", "hidden_act"):

@@ -868,7 +868,7 @@ def shape_of(folder: Path) -> Shape:
     config = folder / "config.json"
     defaults = hf_config(replace(PRESETS["small"], tied=True))
     try:
-        theirs = json.loads(config.read_text())
+        theirs = json.loads(config.read_bytes())
         if theirs["model_type"] != "t5":
             raise UserError(f"{config} is of a model of type {theirs['model_type']!r}; it must be t5 (--weights)")
         theirs = {**defaults, "num_decoder_layers": theirs["num_layers"], **theirs}
@@ -876,8 +876,8 @@ def shape_of(folder: Path) -> Shape:
         if kind not in ("relu", "gated-gelu"):
             raise UserError(f"feed_forward_proj is {kind!r} in {config}; it must be relu or gated-gelu (--weights)")
         shape = {ours: type(defaults[field])(theirs[field]) for field, ours in HF_FIELDS.items()}
-    except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{config} is not the config.json of a T5: {error!r} (--weights)") from None
+    except (OSError, ValueError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        raise UserError(f"{config} is not the config.json of a T5: {error!r:.200} (--weights)") from None
     return Shape(**shape, gated=kind == "gated-gelu")
 
 

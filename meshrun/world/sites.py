@@ -17,6 +17,7 @@ from pathlib import Path
 
 from meshrun.config import read_toml
 from meshrun.errors import UserError
+from meshrun.files import read_plain
 from meshrun.world.profile import Partition, Site, Value
 from meshrun.world.profile_file import from_document
 
@@ -63,7 +64,7 @@ def found_here(env: Env, cluster: str | None, host: str) -> Site | None:
 def read(path: Path) -> Site:
     """The profile in a file."""
     try:
-        document = read_toml(path.read_text(encoding="utf-8"))
+        document = read_toml(read_plain(path).decode())
     except OSError as error:
         raise UserError(f"site profile {path} cannot be read: {error.strerror}") from None
     except ValueError as error:

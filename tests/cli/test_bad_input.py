@@ -369,3 +369,30 @@ def test_options_nested_too_deep_are_refused(call: Call, tmp_path: Path):
     for name, text in (("deep.toml", "a = " + "[" * 100_000), ("deep.json", "[" * 200_000)):
         (tmp_path / name).write_text(text)
         check_refusal(call(WRONG, "--config", name), rf"{name} is not valid (TOML|JSON): nested too deep \(--config\)$")
+
+
+BEYOND = {
+    "ranks of verify": (
+        ["verify", WRONG, "--layouts", "dp=999999"],
+        r"layout 'dp=999999' needs 999,999 ranks, .* at most 4,096 \(--layouts\)",
+    ),
+    "faults": (["chaos", WRONG, "--faults", "9999999999"], r"faults is 9999999999; .* at most 1,000,000 \(--faults\)"),
+    "pixels": (
+        ["convert-data", ".", "x.h5", "--images", "arrays", "--size", "999999999"],
+        r"size is 999999999; it must be at most 16,384 pixels \(--size\)",
+    ),
+    "a word of launchers, by hand": (["rank", "x", "y"], "No such command 'rank'.*"),
+    "another of them": (["nursery", "x", "y"], "No such command 'nursery'.*"),
+}
+
+
+@pytest.mark.parametrize("case", BEYOND)
+def test_other_commands_refuse_numbers_beyond_reason_and_words_of_launchers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], case: str
+):
+    monkeypatch.chdir(tmp_path)
+    words, sentence = BEYOND[case]
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and re.search(sentence, said), said

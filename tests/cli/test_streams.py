@@ -96,3 +96,10 @@ def test_what_a_program_raises_does_nothing_to_the_terminal(tmp_path: Path):
     ended = shell('"$@"', tmp_path, "run", "evil.py")
     assert ended.returncode == 2
     assert ended.stderr == "meshrun: \\x1b[2Jgone\n"
+
+
+def test_halves_of_characters_are_written_out_and_names_of_files_as_they_are(tmp_path: Path):
+    """JSON can hold the former; the latter stand for bytes that are no UTF-8."""
+    code = "from meshrun.cli.streams import open_streams; open_streams(); print('a\\ud800b\\udcffc\\udfff')"
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, check=False, cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (0, b"a\\ud800b\xffc\\udfff\n"), ended.stderr

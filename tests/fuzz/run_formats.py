@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -187,7 +188,7 @@ def _read_lock(data: bytes, folder: Path) -> Any:
     path = put(run.path, lock.NAME, data)
     holder = lock._holder(path)
     lock._is_of_another_host(holder)
-    lock._has_died_here({**holder, "host": "n0"})
+    lock._has_died_here({**holder, "host": socket.gethostname()})
     lock.is_left(run)
     return lock._refusal(run, path)
 
@@ -302,7 +303,7 @@ FORMATS = [
     Format("witnesses", _documents({"witnesses": [WITNESS]}), _read_witnesses, of_json),
     Format("flight-record", _documents({"question": 7, "groups": [GROUP]}), _read_flight, of_json),
     Format("doctor-letter", _documents({"rank": 1, "facts": [1, 2]}), _read_doctor, of_json),
-    Format("convert-parts", _documents({"format": 1, "options": {"vocabulary": 100}}), _read_parts, of_json),
+    Format("convert-parts", _documents({"format": 2, "options": {"vocabulary": 100}}), _read_parts, of_json),
     Format("options-toml", lambda _: TOML, _read_options("options.toml"), of_text),
     Format("options-json", _documents({"steps": 6, "layout": "dp=2", "clip": 1.0}), _read_options("o.json"), of_json),
 ]

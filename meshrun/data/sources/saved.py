@@ -13,6 +13,7 @@ from typing import Any
 
 from meshrun import strict_json
 from meshrun.errors import UserError
+from meshrun.files import read_plain
 
 STATE = "state.json"
 SPLITS = "dataset_dict.json"
@@ -56,7 +57,7 @@ def _files(folder: Path, state: dict[str, Any], key: str) -> list[Path]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = strict_json.loads(path.read_bytes())
+        found = strict_json.loads(read_plain(path))
     except (OSError, ValueError) as error:
         raise UserError(f"{path} cannot be read: {error}") from None
     if not isinstance(found, dict):

@@ -32,6 +32,7 @@ from meshrun.data.sources.mapped import Mapped
 from meshrun.data.sources.source import changed, inside
 from meshrun.data.sources.token_format import TokenLayout, read_layout, tokenizer_beside
 from meshrun.errors import BadSample, RunFailed, UserError
+from meshrun.files import read_plain
 
 IGNORED = -100
 """The target where there is nothing to predict, as torch's losses have it."""
@@ -94,7 +95,7 @@ class TokenFile:
         """The tokenizer that made the file and lies beside it."""
         path = tokenizer_beside(self.path)
         try:
-            found = hashlib.sha256(path.read_bytes()).hexdigest()
+            found = hashlib.sha256(read_plain(path)).hexdigest()
         except OSError as error:
             raise UserError(f"the tokenizer of {self.path} cannot be read: {path}: {error.strerror}") from None
         if self.layout.tokenizer_sha256 not in (None, found):
