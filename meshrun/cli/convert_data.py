@@ -177,9 +177,7 @@ def _crew(workers: int | None) -> Crew:
     from meshrun.world.environment import one_thread_for_tokenizers
 
     if workers is not None and not 1 <= workers <= ON_A_NODE:
-        raise UserError(
-            f"workers is {workers}; it must be at least 1 and at most {ON_A_NODE:,}, or absent (--workers)"
-        )
+        raise UserError(f"workers is {workers}; it must be at least 1 and at most {ON_A_NODE:,}, or absent (--workers)")
     cores = len(granted())
     limit = quota()
     return Crew(workers or max(1, min(cores, int(limit) if limit else cores)), one_thread_for_tokenizers)

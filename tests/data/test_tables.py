@@ -925,7 +925,7 @@ def test_a_packed_batch_that_says_it_is_far_larger_than_its_file_is_refused(tmp_
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         with make(str(path), pa.schema([("a", pa.int8()), ("b", pa.int8())]), options=options) as writer:
             writer.write_batch(pa.record_batch([column, column], ["a", "b"]))
-        with pytest.raises(UserError, match=r"t\.arrow has 100,000,\d+ bytes packed into .* which cannot be"):
+        with pytest.raises(UserError, match=r"t\.arrow has a record batch of 100,000,\d+ bytes packed into \d"):
             Table(path)
 
 

@@ -180,8 +180,8 @@ def _contents(path: Path, whole: pa.Buffer) -> tuple[pa.Schema, NDArray[np.int64
                 plain = False
                 if unpacked > max(LARGE, DENSEST * message.body.size):
                     raise UserError(
-                        f"{path} has {unpacked:,} bytes packed into {message.body.size:,} by what it says of itself, "
-                        f"which cannot be; copy or write it again"
+                        f"{path} has a record batch of {unpacked:,} bytes packed into {message.body.size:,}, "
+                        f"which is damage or would fill the memory; write it again, in smaller record batches"
                     )
             plain = plain and message.type == "record batch"
             if not plain:  # the others are looked at for their sizes only
