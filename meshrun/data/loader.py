@@ -20,12 +20,14 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
+from meshrun.data import cache
 from meshrun.data.effort import measured
 from meshrun.data.feed import Move
 from meshrun.data.order import Cut, Order, slice_of
 from meshrun.data.permutation import Ids
-from meshrun.data.readers import by_readers
+from meshrun.data.readers import by_readers, no_room_for
 from meshrun.data.samples import NO_EFFORT, Collate, Effort, Read, Samples, Wanted, may_draw
+from meshrun.errors import RunFailed
 from meshrun.experiment import MapDataset
 
 
@@ -177,11 +179,27 @@ def _read(dataset: MapDataset, pieces: Iterator[Wanted], reading: Reading) -> Ge
     here = (read.pin_memory() for read in found) if reading.pin else found
     if not reading.workers or (reading.pin and is_decoded(dataset, reading)):
         return here
+    if why := no_room_for(reading.workers):
+        _refuse_readers(why, reading.pin and may_draw(dataset, reading.collate))
+        return here
     by_others = partial(by_readers, count=reading.workers, ahead=reading.prefetch, pin=reading.pin, seed=reading.seed)
     if not reading.pin:
         return by_others(samples, pieces)
     # Beside a GPU a thread reads: what has come to be in memory, it copies sooner than others send it.
     return _one_after_the_other(by_others(samples, _until_decoded(dataset, reading, pieces)), here)
+
+
+def _refuse_readers(why: str, are_needed: bool) -> None:
+    """Say once that a rank reads by itself; where a thread of it may not, the run cannot go on."""
+    full = f"/dev/shm, which processes that read ahead need, cannot be used ({why}; df /dev/shm shows how much is free)"
+    if are_needed:
+        raise RunFailed(f"{full}; make room there, then resume the run")
+    if full not in _told:
+        _told.add(full)
+        cache.note(f"{full}: this rank reads by itself")
+
+
+_told: set[str] = set()
 
 
 def is_decoded(dataset: MapDataset, reading: Reading) -> bool:

@@ -45,6 +45,9 @@ _OURS = str(Path(__file__).parent)
 _FRAMES = 3
 """Lines of a traceback that are shown with an error: the innermost ones of the dataset."""
 
+OF_A_READER = 6
+"""Semaphores that torch makes for each reader, and twice as many for all of them; each is a file in /dev/shm."""
+
 _PATIENCE = 0.2
 """Seconds that a reader has to end by itself."""
 
@@ -73,6 +76,15 @@ def by_readers(
         )
     with _birth():
         return _heard(iter(loader))
+
+
+def no_room_for(count: int) -> str:
+    """Why so many readers cannot be started, where /dev/shm has no room for what they wait on each other with."""
+    try:
+        _ = [multiprocessing.Lock() for _ in range(OF_A_READER * (count + 2))]
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def _as_it_is(read: Read) -> Read:

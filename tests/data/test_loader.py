@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import Subset
 
+from meshrun.data import cache
 from meshrun.data import loader as loader_module
 from meshrun.data import readers as readers_module
 from meshrun.data.feed import to_device
@@ -402,3 +403,25 @@ def test_samples_that_were_left_out_are_neither_in_the_pieces_nor_counted():
     batches = list(evaluation_batches(Broken(16), 0, 1, 4, reading))
     assert [(each.ids, each.real) for each in batches[2:]] == [([8, 9, 10, 11], 4), ([12, 14, 15], 3)]
     assert [number for each in batches for number, _ in each.bad] == [13]
+
+
+def test_without_room_for_readers_in_shared_memory_a_rank_reads_by_itself_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    notes: list[str] = []
+    monkeypatch.setattr(readers_module.multiprocessing, "Lock", full)
+    monkeypatch.setattr(loader_module, "_told", set())
+    cache.use(None, None, notes.append)
+    try:
+        for _ in range(2):
+            alone, ahead = (
+                list(Loader(Squares(16), Order(16, 4, 1), 0, 1, Reading(workers=workers)).steps(0, 4))
+                for workers in (0, 2)
+            )
+            assert [each.batches[0][1].tolist() for each in alone] == [each.batches[0][1].tolist() for each in ahead]
+    finally:
+        cache.use(None, None)
+    assert len(notes) == 1 and "/dev/shm" in notes[0] and "No space left on device" in notes[0]
