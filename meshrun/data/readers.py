@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from meshrun.data.effort import measured
 from meshrun.data.samples import Read, Samples, Wanted
-from meshrun.data.sending import packed, unpacked
+from meshrun.data.sending import is_without_room, not_shared, packed, unpacked
 from meshrun.errors import RunFailed, UserError
 
 _BY_A_READER = "in DataLoader worker process"
@@ -103,7 +103,7 @@ class _Told(Dataset[Read]):
 
     def __getitem__(self, wanted: Wanted) -> Read:
         try:
-            read = measured(self.samples, wanted)
+            read = self._read(wanted)
             return replace(read, batch=packed(read.batch))
         except (UserError, RunFailed) as error:
             # One of ours: a class of the dataset's own may not be made of a sentence alone.
@@ -116,6 +116,15 @@ class _Told(Dataset[Read]):
             if sent is None:
                 raise
             return Read(None, error=(sent, "".join(traceback.format_exception(error))))
+
+    def _read(self, wanted: Wanted) -> Read:
+        try:
+            return measured(self.samples, wanted)
+        except RuntimeError as error:
+            if not is_without_room(error):
+                raise
+        with not_shared():  # others have filled /dev/shm: what is large goes through a pipe, as what is small does
+            return measured(self.samples, wanted)
 
 
 def _as_sent(error: BaseException) -> BaseException | None:

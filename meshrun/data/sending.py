@@ -9,7 +9,8 @@ a millisecond that does not depend on the size, and more than copying a small te
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils.data._utils import worker
 
 SMALL = 1 << 19
 """Bytes of a tensor up to which it is sent by value."""
@@ -41,13 +43,40 @@ def unpacked(batch: Any) -> Any:
 
 def _as_value(each: Any) -> Any:
     plain = type(each) is Tensor and each.is_cpu and each.layout is torch.strided and not each.requires_grad
-    if not plain or each.nbytes > SMALL:
+    if not plain or (each.nbytes > SMALL and _is_shared(each)):
         return each
     try:
         # Of its own: what is sent may be a view of something large.
         return _Value(np.array(each.numpy(), order="C"))
     except TypeError:  # a type that numpy has not
         return each
+
+
+def _is_shared(each: Tensor) -> bool:
+    """Put a tensor into shared memory; False where there is no room: to send it then would fail where nobody hears."""
+    try:
+        each.share_memory_()
+    except RuntimeError as error:
+        if not is_without_room(error):
+            raise
+        return False
+    return True
+
+
+def is_without_room(error: BaseException) -> bool:
+    """Whether torch has found no room in shared memory."""
+    return isinstance(error, RuntimeError) and "shared memory" in str(error) and "No space left" in str(error)
+
+
+@contextlib.contextmanager
+def not_shared() -> Iterator[None]:
+    """In a reader: torch puts samples together in shared memory wherever it believes to be one."""
+    about = worker._worker_info
+    worker._worker_info = None
+    try:
+        yield
+    finally:
+        worker._worker_info = about
 
 
 def _with(batch: Any, function: Callable[[Any], Any]) -> Any:

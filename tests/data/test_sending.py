@@ -51,3 +51,25 @@ def test_a_rank_gets_the_same_batches_from_readers_as_it_reads_itself():
         assert torch.equal(mine["small"], theirs["small"]) and torch.equal(mine["large"], theirs["large"])
         assert mine["word"] == theirs["word"] and torch.equal(targets, their_targets)
         theirs["small"].add_(1)  # no view of what may not be written to
+
+
+def refuse(*_: object, **__: object) -> None:
+    raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+def test_large_tensors_go_by_value_where_there_is_no_room_in_shared_memory(monkeypatch: pytest.MonkeyPatch):
+    """Else they would be lost on their way, and the rank wait for ever."""
+    monkeypatch.setattr(torch.Tensor, "share_memory_", refuse)
+    (sent,) = packed([LARGE + 1])
+    assert isinstance(sent, _Value) and torch.equal(unpacked([sent])[0], LARGE + 1)
+
+
+def test_readers_put_samples_together_elsewhere_where_there_is_no_room_in_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared", refuse)
+    monkeypatch.setattr(torch.Tensor, "share_memory_", refuse)
+    order = Order(12, 4, seed=1)
+    read = [list(Loader(Mixed(), order, 0, 1, Reading(workers=workers)).steps(0, 3)) for workers in (0, 1)]
+    for alone, by_readers in zip(*read, strict=True):
+        assert torch.equal(alone.batches[0][0]["large"], by_readers.batches[0][0]["large"])
