@@ -16,6 +16,9 @@ function is only known once TARGET is.
 from __future__ import annotations
 
 import inspect
+import os
+import shlex
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -162,6 +165,7 @@ def parse_resume(words: list[str]) -> Asked | None:
         invoke(_app(what, of_any, False, dict), ["--help"], "meshrun resume RUN")
         return None
     path = Path(text)
+    _refuse_foreign(path)
     document = RunDirectory(path).document() if path.is_dir() else {}
     run, before = run_at(path)
     target = find(before.target)
@@ -169,6 +173,28 @@ def parse_resume(words: list[str]) -> Asked | None:
         raise UserError(f"{text} is a run of the plain script {target.label}, which keeps no state that meshrun knows")
     asked = _read(command, target, text, words, before)
     return asked and replace(asked, run=run, document=document)
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Refuse a run directory of another user, unless that one shares it with a group of this user's.
+
+    Its config.json decides which program is executed, and links in it which files are written.
+    """
+    try:
+        found = path.stat()
+    except OSError:  # told by whoever reads it
+        return
+    is_shared = found.st_mode & stat.S_IWGRP and found.st_gid in (os.getgid(), *os.getgroups())
+    if found.st_uid != os.getuid() and not is_shared:
+        raise UserError(
+            f"{path} belongs to another user, whose number is {found.st_uid}, and decides which program is executed; "
+            f"look at its config.json, and go on with a copy of your own (cp -r {shlex.quote(str(path))} …)"
+        )
+    if found.st_mode & stat.S_IWOTH:
+        raise UserError(
+            f"every user of the machine may write to {path}, which decides which program is executed: "
+            f"chmod -R o-w {shlex.quote(str(path))}"
+        )
 
 
 def run_at(path: Path) -> tuple[RunDirectory, RunConfig]:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from meshrun.cli.command import parse_resume
 from meshrun.config import RunConfig, RunDirectory, write_whole
 from tests.launch.command import MODULE, TINY, meshrun
 
@@ -76,3 +77,26 @@ def test_a_run_below_a_name_that_is_no_unicode_has_its_report(tmp_path: Path):
     ended = meshrun(folder, "run", "tiny.py", "--procs", 2, "--steps", 2)
     assert ended.status == 0 and "could not be drawn" not in ended.err, ended.err
     assert rb"caf\udce9" in (folder / "runs" / "tiny-1" / "report.html").read_bytes()
+
+
+@pytest.mark.parametrize("foreign", ["owner", "all"])
+def test_a_run_directory_in_the_hands_of_others_is_not_gone_on_with(tmp_path: Path, foreign: str):
+    (tmp_path / "evil.py").write_text("import pathlib\npathlib.Path('executed').touch()\n\ndef experiment(): ...\n")
+    run = RunDirectory.create(RunConfig(str(tmp_path / "evil.py"), runs=tmp_path / "runs"))
+    if foreign == "all":
+        run.path.chmod(0o777)
+    elif os.getuid() == 0:
+        os.chown(run.path, 12345, 12345)
+    else:
+        pytest.skip("only root can make directories of others")
+    ended = meshrun(tmp_path, "resume", run.path, "--from-start", "--procs", 2)
+    assert ended.status == 2 and "decides which program is executed" in ended.sentences[-1], ended.err
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make directories of others")
+def test_a_run_directory_that_is_shared_with_a_group_of_the_user_may_be_gone_on_with(tmp_path: Path):
+    run = RunDirectory.create(RunConfig(TINY, runs=tmp_path / "runs"))
+    run.path.chmod(0o770)
+    os.chown(run.path, 12345, os.getgid())
+    assert parse_resume([str(run.path)]) is not None
