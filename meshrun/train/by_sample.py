@@ -163,6 +163,11 @@ def _batch_dim(tensor: Tensor) -> int | None:
     if _ids is None or tensor.dim() == 0 or torch.compiler.is_compiling():
         return None
     samples, shape = len(_ids), tensor.shape
+    several = samples > 0 and shape[0] % samples == 0 and shape[0] != samples
+    attention = several and len(shape) == 3 and shape[1] == shape[2]  # (batch * heads, queries, keys)
+    attention = attention and (shape[1] != samples or _are_weights(tensor))
+    if _said_dim == 1 and attention:
+        return 0
     if _said_dim is not None:
         fits = len(shape) > _said_dim and (shape[_said_dim] == samples or (_said_dim == 0 and _batch_is_first(tensor)))
         return _said_dim if fits else 0 if shape[0] == samples else None
@@ -174,13 +179,16 @@ def _batch_dim(tensor: Tensor) -> int | None:
                 f"ranks: shard(loader, batch_dim=0), or batch_dim=1 for (time, batch, …)"
             )
         return 0
-    several = samples > 0 and shape[0] % samples == 0
-    attention = several and len(shape) == 3 and shape[1] == shape[2]  # (batch * heads, queries, keys)
     if len(shape) > 1 and shape[1] == samples and not attention:
         return 1  # (time, batch, …)
     if several:
         _warn_of_several_rows(shape)
     return 0 if several else None
+
+
+def _are_weights(tensor: Tensor) -> bool:
+    """Whether these are weights of attention: those of a query add up to 1."""
+    return bool(((tensor.detach().float().sum(-1) - 1).abs() < 1e-2).all())
 
 
 def _batch_is_first(tensor: Tensor) -> bool:
@@ -194,13 +202,13 @@ def _batch_is_first(tensor: Tensor) -> bool:
 def _warn_of_several_rows(shape: torch.Size) -> None:
     """Say that dim 0 has more entries than there are samples, which the sizes alone take for several of each."""
     assert _ids is not None
-    if shape[0] == len(_ids) or not _on_several_ranks() or _in_torchs_attention(sys._getframe(1)):
+    if shape[0] <= len(_ids) or not _on_several_ranks() or _in_torchs_attention(sys._getframe(1)):
         return
     _warn(
         f"dropout by sample takes dim 0 of a tensor for the batch, each sample with several rows next to each other: "
         f"the shape is {tuple(shape)} for {len(_ids)} samples. Where that is not so, as of (time * batch, …), of two "
         f"views in one batch, or of a table without a batch, losses depend on the number of ranks; "
-        f"shard(loader, batch_dim=0) says that it is so"
+        f"shard(loader, batch_dim=0) says that it is so, or batch_dim=1 for a model of (time, batch, …)"
     )
 
 

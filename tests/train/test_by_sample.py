@@ -50,7 +50,7 @@ DRAWS: dict[str, tuple[int, Callable[[int], Tensor]]] = {
     "F.dropout of vectors": (0, lambda n: F.dropout(torch.ones(n, 40), 0.3)),
     "time first": (1, lambda n: F.dropout(torch.ones(12, n, 5), 0.5)),
     "attention weights": (0, lambda n: F.dropout(torch.ones(n * 2, 3, 3), 0.5)),
-    "attention weights as square as the batch": (0, lambda n: F.dropout(torch.ones(n * 2, 2, 2), 0.5)),
+    "attention weights as square as the batch": (0, lambda n: F.dropout(torch.full((n * 2, 2, 2), 0.5), 0.5)),
     "nn.MultiheadAttention": (0, lambda n: ATTENTION(*[torch.arange(24.0).view(1, 3, 8).expand(n, 3, 8)] * 3)[0]),
     "attention with dropout": (0, lambda n: attend(n)),
     "attention without weights": (0, lambda n: ATTENTION(*[VALUES.expand(n, 3, 8)] * 3, need_weights=False)[0]),
@@ -190,6 +190,21 @@ def test_where_sizes_do_not_tell_the_batch_from_the_time_the_user_is_asked(monke
     compute_on(IDS[:3], batch_dim=1)
     torch.manual_seed(0)
     assert torch.equal(F.dropout(torch.ones(6, 3, 5), 0.5), whole[:, :3])
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("batch_dim", [None, 1])
+def test_weights_of_attention_are_known_where_the_batch_is_as_long_as_the_sequence(batch_dim: int | None):
+    """Of (time, batch, …) as of (batch * heads, queries, keys) the second dim then has the size of the batch."""
+    weights = torch.full((2 * len(IDS), len(IDS), len(IDS)), 1 / len(IDS))
+    for given, first in ((weights, True), (2 * weights, False)):
+        compute_on(IDS, batch_dim)
+        torch.manual_seed(0)
+        whole = F.dropout(given, 0.5)
+        compute_on(IDS[:3], batch_dim)
+        torch.manual_seed(0)
+        half = F.dropout(given[:6] if first else given[:, :3], 0.5)
+        assert torch.equal(half, whole[:6] if first else whole[:, :3])
 
 
 @pytest.mark.ranks(2)
