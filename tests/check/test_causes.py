@@ -147,6 +147,33 @@ def test_a_factor_that_is_no_number_of_ranks_is_no_scaling():
     assert "times that of one process" not in cause(SAME, replace(ON_TWO, gradients=gradients(6.0, 4.4)))
 
 
+def test_gradients_that_are_scaled_by_the_replicas_among_more_ranks_are_named():
+    on_four = replace(ON_TWO, layout="dp=2,tp=2", world=4, replicas=2)
+    assert "the gradient is 1/2 of that of one process, and there are 2 ranks" in cause(
+        SAME, replace(on_four, gradients=gradients(1.5, 2.0))
+    )
+    assert "4 times that of one process" in cause(SAME, replace(on_four, gradients=gradients(12.0, 16.0)))
+    assert "times" not in cause(SAME, replace(on_four, gradients=gradients(12.0, 8.0))), "each has a factor of its own"
+
+
+def test_an_optimizer_that_scales_gradients_later_than_they_part_is_no_cause():
+    later = replace(ON_TWO, factors=[[1.0, 1.0], [1.0, 0.5]])
+    assert "the optimizer scales gradients" in cause(SAME, later)
+    assert "the optimizer scales gradients" not in cause(SAME, later, (0.1, 0.1))
+    both = replace(SAME, factors=[[1.0, 0.5]])
+    assert "the optimizer scales gradients" not in cause(both, replace(ON_TWO, factors=[[1.0, 0.5]] * 2))
+
+
+def test_batchnorm_of_replicas_is_a_cause_also_where_micro_batches_are_of_one_size():
+    reference = replace(SAME, pieces=[6, 6], tried=Tried(batchnorms=["bn"]))
+    assert cause(reference, ON_TWO).startswith("BatchNorm (bn)")
+    assert not cause(reference, replace(ON_TWO, sync_batchnorm=True, pieces=[12])).startswith("BatchNorm")
+
+
+def test_a_sample_that_changes_on_the_layout_alone_is_named():
+    assert "the dataset is not deterministic: sample 5" in cause(SAME, replace(ON_TWO, unstable=[5]))
+
+
 def test_without_a_trace_the_sentence_says_which_part_of_a_step_differs():
     assert cause(SAME, ON_TWO, (0.1, 0.1)) == "the forward pass computes something else from step 1 on, parameter w"
     agreed = (0.0, 0.0)

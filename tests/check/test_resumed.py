@@ -6,6 +6,7 @@ import importlib
 import math
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from safetensors.torch import save_file
 
 from meshrun import mesh
 from meshrun.check.probe import CHECKPOINTS, LARGEST, WEIGHTS, Found, Probing, probe
-from meshrun.check.resumed import Compared, Resumption, resume
+from meshrun.check.resumed import Compared, Resumption, _resumed, resume
 from meshrun.check.verify import allow
+from meshrun.errors import SharedError
 from meshrun.layout import parse
 from tests.check.test_verify import verify
 from tests.ranks import run_on_ranks
@@ -105,6 +107,25 @@ def test_the_losses_and_norms_of_the_resumed_training_are_compared(
     assert (compared.cause is None) == (first is None)
     if first is not None:
         assert f"first at step {first})" in str(compared.cause)
+
+
+def test_a_resumed_training_is_held_against_one_process_and_not_against_its_own_layout(tmp_path: Path):
+    for name in (WEIGHTS, LARGEST):
+        save_file({"w": torch.ones(2)}, tmp_path / name)
+    apart = replace(ALONE, layout="dp=2", losses=[2.0, 3.0])
+    resumption = Resumption("dp=2", "dp=2", 1, None, apart.losses, apart.grad_norms)
+    compared = resumption.compared(ALONE, apart, (tmp_path, tmp_path), allow(1e-5, None, 2))
+    assert not compared.verdict.ok and compared.verdict.first_step == 2
+
+
+@pytest.mark.parametrize("found", [None, "another layout"])
+def test_a_training_that_finds_no_checkpoint_of_its_own_says_why(found: str | None):
+    def resume() -> None:
+        if found is not None:
+            raise SharedError(found)
+
+    trainer: Any = SimpleNamespace(resume=resume, steps=pytest.fail)
+    assert _resumed(trainer) == (found or "there is no checkpoint")
 
 
 @pytest.mark.parametrize("change", [{"saved": None}, {"saved": 3, "unsaved": "the disk is full"}])

@@ -91,10 +91,70 @@ def test_a_metric_of_hits_may_jump_by_one_sample_and_a_loss_by_none():
     assert evals(scores(2.0, 5), scores(2.0, 6)) == (0.0, True)
     assert evals(scores(2.0, 5), scores(2.0, 7))[0] == pytest.approx(0.4)
     assert evals(scores(2.0, 5), scores(2.2, 5))[0] == pytest.approx(0.1)
+    assert evals(scores(2.0, 5), scores(2.1, 5))[0] == pytest.approx(0.05), "a loss that looks like hits counts none"
     assert evals(scores(2.0, 5), scores(2.0, 5.5))[0] > 0, "half a hit is no hit that jumped"
     assert evals(scores(2.0, 5), scores(2.0, 5, 11))[1] is False
     assert evals(scores(2.0, 5), {})[1] is False
     assert math.isnan(evals(scores(2.0, 5), scores(math.nan, 5))[0])
+
+
+def test_a_metric_or_an_evaluation_that_only_one_side_has_is_a_difference():
+    both, one = {"loss": 1.0, "count": 10, "accuracy": 0.5}, {"loss": 1.0, "count": 10}
+    assert evals({"val": both}, {"val": one}) == (math.inf, False)
+    assert evals({"val": one}, {"val": both}) == (0.0, False)
+    assert evals({"val": one}, {"val": one, "test": one}) == (0.0, False)
+    assert evals({"val": one, "test": one}, {"val": one})[1] is False
+
+
+ALONE = Found("dp=1", 1, 1, [10.0, 1e-3], [2.0, 4.0], [{"w": 2.0}, {"w": 4.0}], {}, 8, "ids", {}, [], [1], [], [])
+
+
+def compared(folder: Path, reference: Found = ALONE, **changes: Any) -> Measured:
+    return measure(reference, replace(reference, **changes), (folder, folder))
+
+
+def test_losses_are_compared_relative_to_themselves_and_gradients_to_the_norm_of_all(tmp_path: Path):
+    folder = written(tmp_path / "w", {"w": torch.ones(3)})
+    assert compared(folder, losses=[10.0, 2e-3]).losses == pytest.approx([0.0, 1.0])
+    assert compared(folder, grad_norms=[2.0, 5.0]).grad_norms == pytest.approx([0.0, 0.25])
+    found = compared(folder, gradients=[{"w": 2.0, "v": 0.5}, {}]).parameters
+    assert found == [{"w": 0.0, "v": 0.25}, {"w": 1.0}], "also of a parameter that has a gradient on one side only"
+    tiny = replace(ALONE, gradients=[{"w": 2.0, "b": 1e-9}] * 2)
+    assert compared(folder, tiny, gradients=[{"w": 2.0, "b": 2e-9}] * 2).parameters[0]["b"] == pytest.approx(5e-10)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda bad: {"losses": [10.0, bad]}, "the loss of step 2 is"),
+        (lambda bad: {"grad_norms": [bad, 4.0]}, "the gradient norm of step 1 is"),
+        (lambda bad: {"gradients": [{"w": 2.0}, {"w": bad}]}, "the gradient norm of w at step 2 is"),
+        (lambda bad: {"evals": {"val": {"loss": 1.0, "count": 4, "hits": bad}}}, "the hits of the evaluation 'val' is"),
+    ],
+)
+def test_what_is_no_number_is_named_on_whichever_side_it_is(tmp_path: Path, change: Any, said: str, bad: float):
+    folder = written(tmp_path / "w", {"w": torch.ones(3)})
+    fine = replace(ALONE, evals={"val": {"loss": 1.0, "count": 4, "hits": 0.5}})
+    for sides in ((fine, replace(fine, **change(bad))), (replace(fine, **change(bad)), fine)):
+        found = measure(*sides, (folder, folder))
+        assert found.not_number is not None and found.not_number.startswith(said)
+        assert not judge(found, replace(STRICT, losses=[1.0] * 2, grad_norms=[1.0] * 2, parameters=[1.0] * 2)).ok
+    assert measure(fine, fine, (folder, folder)).not_number is None
+
+
+def test_final_weights_that_are_no_numbers_are_named(tmp_path: Path):
+    folders = written(tmp_path / "w", {"w": torch.ones(2)}), written(tmp_path / "n", {"w": torch.tensor([1, math.nan])})
+    found = measure(ALONE, ALONE, folders)
+    assert found.not_number == "the final values of w are not all numbers, here or in one process"
+
+
+def test_what_a_twin_drifts_once_holds_for_all_numbers_of_later_steps_and_of_the_end():
+    drift = 30 * LIMIT
+    allowed = allow(LIMIT, replace(SAME, losses=[0.0, drift, 0.0]), 3)
+    wide = pytest.approx([LIMIT, MARGIN * drift, MARGIN * drift])
+    assert allowed.losses == wide and allowed.grad_norms == wide and allowed.parameters == wide
+    assert allowed.weight == pytest.approx(MARGIN * drift) and allowed.evals == pytest.approx(MARGIN * drift)
 
 
 def written(folder: Path, weights: dict[str, Tensor], peaks: dict[str, Tensor] | None = None) -> Path:

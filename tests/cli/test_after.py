@@ -11,9 +11,11 @@ import pytest
 import torch
 
 from meshrun import UserError
-from meshrun.cli.after import as_json
-from meshrun.cli.target import find
+from meshrun.cli.after import as_json, trained_model
+from meshrun.cli.target import find, make
+from meshrun.config import RunDirectory
 from meshrun.observe.events import Event
+from meshrun.state.weights import save_weights
 from tests.cli import in_process
 
 PROGRAM = str(Path(__file__).parent / "programs" / "with_after.py")
@@ -84,3 +86,15 @@ def test_a_folder_without_weights_is_a_sentence(tmp_path: Path):
 
     with pytest.raises(UserError, match=r"has no weights yet .*last.safetensors"):
         trained_model(make(find(PROGRAM), {}), RunDirectory(tmp_path), "best", torch.device("cpu"))
+
+
+def test_what_is_drawn_with_a_trained_model_is_the_same_every_time(tmp_path: Path):
+    experiment = make(find(PROGRAM), {})
+    run = RunDirectory(tmp_path)
+    save_weights(dict(experiment.model().named_parameters()), run.weights / "last.safetensors", {})
+    drawn = []
+    for _ in range(2):
+        torch.rand(7)
+        assert not trained_model(experiment, run, "best", torch.device("cpu")).training
+        drawn.append(torch.rand(3).tolist())
+    assert drawn[0] == drawn[1]

@@ -59,3 +59,13 @@ def test_errors_about_types_are_told_from_others():
     for text in ("expected scalar type Float", "must have the same dtype", "not implemented for 'BFloat16'"):
         assert masters.is_about_types(RuntimeError(text))
     assert not masters.is_about_types(RuntimeError("The size of tensor a (3) must match the size of tensor b (4)"))
+
+
+def test_a_gradient_that_is_taken_at_once_is_not_left_to_be_added_to_the_next():
+    model = nn.Linear(2, 2, bias=False)
+    taken: list[torch.Tensor] = []
+    masters.collect_at_once(model.weight, taken.append)
+    for factor in (1.0, 2.0):
+        (factor * model(torch.ones(1, 2))).sum().backward()
+        assert model.weight.grad is None
+    assert [each[0, 0].item() for each in taken] == [1.0, 2.0]
