@@ -63,6 +63,8 @@ CASES: dict[str, tuple[Record, Seen, tuple[str, int], str]] = {
     "cut off at once": (chain(), Seen(143, False, None, None), ("next", 0), "cut off before its first checkpoint"),
     "nodes lost": (chain(), Seen(75, False, None, 30), ("next", 0), "link 2"),
     "no progress": (chain(5, 40), Seen(0, False, STOPPED, 40), ("over", 1), "it makes no progress, so the chain ends"),
+    "no progress in the last link": (chain(5, 10, 40), Seen(0, False, STOPPED, 40), ("over", 1), "makes no progress"),
+    "further than the last link": (chain(5, 40, 10), Seen(0, False, STOPPED, 40), ("next", 0), "link 4 of at most 5"),
     "never a checkpoint": (chain(5, None), Seen(137, False, None, None), ("over", 137), "makes no progress"),
     "progress": (chain(5, 20), Seen(0, False, STOPPED, 40), ("next", 0), "link 3 of at most 5"),
     "last link": (chain(3, 10, 20), Seen(0, False, STOPPED, 40), ("over", 1), r"all 3 links are used \(--links\)"),

@@ -440,3 +440,24 @@ def test_a_lost_rank_beside_an_error_of_the_program_is_no_reason_to_start_again(
     lost, failed = Failure(0, -9, 0.0), Failure(1, 1, 0.0)
     assert Outcome((lost,)).is_cut_off and not Outcome((failed,)).is_cut_off
     assert not Outcome((lost, failed)).is_cut_off and not Outcome((lost,), "it hangs").is_cut_off
+
+
+def test_all_ranks_of_a_lost_node_are_failures_and_those_of_earlier_starts_are_none_of_the_last():
+    run = Run(nodes=2, ranks=2, restarts=1)
+    run.ended("a", 1, -9)
+    run.gone("a", "b")
+    assert run.head.outcome is None and run.head.generation == 1
+    run.head.leave("b", run.now)
+    run.tick()
+    run.gone("a")
+    assert run.head.outcome is not None
+    assert sorted(each.rank for each in run.head.outcome.failures) == [2, 3]
+
+
+def test_a_verdict_on_ranks_that_are_ended_already_is_too_late():
+    run = Run(restarts=3)
+    run.ended("a", 1, -9)
+    run.head.hear("a", Verdict(0, "rank 0 hangs", "end"), run.now)
+    run.tick()
+    run.gone("a")
+    assert run.head.outcome is None and run.head.generation == 1

@@ -19,7 +19,7 @@ import pytest
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import UserError
 from meshrun.launch import lock as locks
-from meshrun.launch.lock import lock
+from meshrun.launch.lock import _has_died_here, is_left, lock
 from tests.launch.command import wait_until
 
 
@@ -41,7 +41,7 @@ HOLDING = """
 import sys, time
 from pathlib import Path
 from meshrun.config import RunDirectory
-from meshrun.launch.lock import lock
+from meshrun.launch.lock import _has_died_here, is_left, lock
 with lock(RunDirectory(Path(sys.argv[1]))):
     print("held", flush=True)
     time.sleep(60)
@@ -67,7 +67,7 @@ WITH_A_READER = """
 import os, sys, time
 from pathlib import Path
 from meshrun.config import RunDirectory
-from meshrun.launch.lock import lock
+from meshrun.launch.lock import _has_died_here, is_left, lock
 with lock(RunDirectory(Path(sys.argv[1]))):
     owner, reader = os.getpid(), os.fork()
     if reader:
@@ -210,3 +210,18 @@ def test_the_launcher_of_another_user_on_this_host_is_not_taken_for_a_dead_one(m
 
     monkeypatch.setattr(os, "kill", refuse)
     assert not locks._has_died_here({"host": socket.gethostname(), "pid": 7})
+
+
+def test_a_lock_is_left_once_its_owner_has_let_it_go_and_not_before(run: RunDirectory):
+    with lock(run):
+        assert not is_left(run)
+    assert is_left(run)
+
+
+def test_a_process_of_another_host_is_not_looked_for_on_this_one():
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert _has_died_here({"host": socket.gethostname(), "pid": gone.pid})
+    assert not _has_died_here({"host": "elsewhere", "pid": gone.pid})
+    assert not _has_died_here({"host": socket.gethostname(), "pid": os.getpid()})
+    assert not _has_died_here({"host": socket.gethostname()})

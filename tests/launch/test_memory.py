@@ -12,7 +12,7 @@ import pytest
 
 from meshrun import config
 from meshrun.config import RunDirectory, memory_of_user
-from meshrun.launch.memory import LOCK, Memory
+from meshrun.launch.memory import LOCK, Memory, is_locked
 from tests.launch.command import MODULE, meshrun
 
 
@@ -76,7 +76,8 @@ def test_a_folder_for_this_user_alone_is_there_until_the_end(tmp_path: Path, mon
     monkeypatch.setattr(config, "MEMORY", tmp_path / "shm")
     for _ in range(2):
         with Memory(RunDirectory(tmp_path / "run"), "7") as memory:
-            assert memory.path.parent.parent.stat().st_mode & 0o077 == 0
+            for folder in (memory.path, memory.path.parent, memory.path.parent.parent):
+                assert folder.stat().st_mode & 0o077 == 0
         assert not memory.path.exists()
 
 
@@ -146,3 +147,11 @@ def test_what_a_killed_launcher_left_while_the_usual_place_was_full_is_swept(
     (tmp_path / "shm").mkdir()
     with Memory(RunDirectory(tmp_path / "run"), "7"):
         assert [each.name for each in left.parent.parent.iterdir()] == ["rows.csv-0123456789abcdef"]
+
+
+def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path):
+    (tmp_path / "target").touch()
+    (tmp_path / LOCK).symlink_to(tmp_path / "target")
+    with pytest.raises(OSError):
+        is_locked(tmp_path / LOCK)
+    assert is_locked(tmp_path / "target") is False

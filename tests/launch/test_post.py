@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import time
@@ -352,3 +353,28 @@ def test_a_run_that_was_cut_off_is_told_from_one_that_failed(
     with pytest.raises(error) as ended:
         local.launch(Job(["-c", ""], 1), nursery=nursery)
     assert type(ended.value) is error and str(ended.value) == outcome.sentence
+
+
+def test_a_node_that_is_not_to_take_part_says_so_before_it_is_counted(answering: Open):  # noqa: F811
+    def refuse(run: Path) -> None:
+        raise UserError(f"not {run.name}")
+
+    with pytest.raises(UserError, match=f"not {answering.run.name}"):
+        Post.reach(f"127.0.0.1:{answering.hub.port}", 2, 5, refuse)
+
+
+def test_a_signal_after_the_last_word_of_a_run_changes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    over = {"over": "", "failed": False, "cut_off": False}
+    monkeypatch.setattr(post, "Stopped", lambda: contextlib.nullcontext(SimpleNamespace(by=signal.SIGTERM)))
+    taken_part(tmp_path, monkeypatch, over)
+
+
+def test_ranks_that_are_lost_elsewhere_are_named_to_a_node(tmp_path: Path):
+    ours, theirs = (Wire(each) for each in socket.socketpair())
+    node = Ranks()
+    theirs.send({"order": "Stop", "dead": [3, 5], "patient": False, "final": False, "hurried": False})
+    theirs.send({"over": ""})
+    assert Post(ours, "n1:1", tmp_path, "me", 2).serve(node, Stopped(), False) == {"over": ""}  # type: ignore[arg-type]
+    assert node.stops == [Stop(dead=(3, 5))]
+    for wire in (ours, theirs):
+        wire.close()

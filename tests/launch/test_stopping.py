@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from meshrun import strict_json
+from meshrun.launch.job import Seat
 from meshrun.launch.node import Node, Stopped
 from meshrun.launch.parting import dead_file
 from meshrun.launch.ranks import GRACE, STEP, Ranks, Stop, _allow_many_files, _kill_group, _Process
@@ -192,3 +193,22 @@ def test_all_ranks_are_waited_for_while_one_of_them_writes(tmp_path: Path):
     ranks._stopped_at = ranks._well_at = time.monotonic() - 5.0
     ranks._kill_the_late()
     assert [process.signalled for process in ranks._alive.values()] == [signal.SIGTERM] * 2
+
+
+def test_a_rank_that_ends_by_an_error_of_its_own_is_not_named_as_lost(tmp_path: Path):
+    """It has left what it holds, or nobody needs it; a rank that is named is not waited for."""
+    ranks = ranks_of(tmp_path)
+    ranks._alive = {rank: _Process(1, -1) for rank in (0, 1, 2)}
+    assert ranks._lost(0, 1).own and ranks._lost(1, -signal.SIGSEGV).own
+    ranks.stop(Stop())
+    assert strict_json.read(dead_file(tmp_path, 0)) == {"ranks": [1], "final": False}
+
+
+def test_who_was_lost_in_an_earlier_start_is_not_in_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    ranks = ranks_of(tmp_path)
+    ranks.stop(Stop(dead=(1,)))
+    ranks._job.argv = []  # type: ignore[misc]
+    monkeypatch.setattr(ranks, "_nursery", SimpleNamespace(start=lambda _: None))
+    ranks.begin(Seat("job", 1, 0, 1, 0, 1, "127.0.0.1", 1))
+    ranks.stop(Stop(final=True))
+    assert strict_json.read(dead_file(tmp_path, 1)) == {"ranks": [], "final": True}

@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from meshrun import Here, RunFailed, mesh
+from meshrun import Here, RunFailed, UserError, mesh
 from meshrun.data.order import Order
 from meshrun.state.memory import memory_files
 from meshrun.train.interval import Every
 from meshrun.train.keeper import Keeper, _weight_of
 from meshrun.train.loop import Trainer
 from meshrun.train.recovery import Keeping
-from meshrun.train.state import moment, passing, plain, regions, values
+from meshrun.train.state import _of_optimizer, moment, passing, plain, regions, values
 from tests.train.small import points, small, start_on_cpu
 
 STEPS = 6
@@ -270,3 +270,54 @@ def test_buffers_of_a_replica_are_written_by_one_of_its_ranks(tp: int, cp: int, 
     placed = SimpleNamespace(stages_with=lambda _: (0,))
     found = passing(SimpleNamespace(here=here, placed=placed), now)  # type: ignore[arg-type]
     assert [each.name for each in found] == (["buffer/mean@1"] if writes else [])
+
+
+def test_a_buffer_on_several_stages_is_shared_out_over_them():
+    now: Any = SimpleNamespace(random=SimpleNamespace(tensors=dict), buffers={"mean": torch.ones(2)})
+    placed = SimpleNamespace(stages_with=lambda _: (0, 2))
+    found = []
+    for stage in (0, 2):
+        here = SimpleNamespace(rank=stage, replica=1, place={"tp": 0, "cp": 0, "pp": stage}.__getitem__)
+        trainer: Any = SimpleNamespace(here=here, placed=placed)
+        found += [(each.name, each.copy, each.copies) for each in passing(trainer, now)]
+    assert found == [("buffer/mean@1", 0, 2), ("buffer/mean@1", 1, 2)]
+
+
+def test_who_writes_what_all_ranks_know_is_asked(alone: Here, tmp_path: Path):
+    trainer = trainer_in(tmp_path, alone)
+    for writer, writes in ((min, True), (lambda _: 5, False)):
+        names = {each.name for each in regions(trainer, moment(trainer), writer)}
+        assert ({"totals/losses", "totals/grad_norms"} <= names) == writes
+
+
+def part(start: tuple[int, int], holders: tuple[int, ...] = (0, 1)) -> Any:
+    return SimpleNamespace(name="w", parameter=torch.ones(2, 3), shape=(4, 3), start=start, holders=holders)
+
+
+def test_a_number_of_the_optimizer_is_written_by_one_holder_of_the_first_part(alone: Here, tmp_path: Path):
+    trainer = trainer_in(tmp_path, alone)
+
+    def names(shard: Any) -> list[str]:
+        return [each.name for each in _of_optimizer(trainer, shard, "step", 3, min)]
+
+    assert names(part((0, 0))) == ["optimizer/w/step#int"]
+    assert names(part((2, 0))) == names(part((0, 0), (1, 2))) == []
+
+
+def test_a_state_that_no_other_layout_could_use_is_refused(alone: Here, tmp_path: Path):
+    trainer = trainer_in(tmp_path, alone)
+    with pytest.raises(UserError, match=r"keeps 'rows' of shape \(2,\) for a part of w"):
+        list(_of_optimizer(trainer, part((0, 0)), "rows", torch.ones(2), min))
+    whole = part((0, 0))
+    whole.shape = (2, 3)
+    assert [each.shape for each in _of_optimizer(trainer, whole, "rows", torch.ones(2), min)] == [(2,)]
+
+
+def test_a_state_says_all_of_the_order_and_how_groups_were_made(alone: Here, tmp_path: Path):
+    trainer = trainer_in(tmp_path, alone, shuffle="window:8")
+    (group,) = trainer.optimizer.param_groups
+    made = group["lr"]
+    group["lr"] = made / 2
+    state = values(trainer, moment(trainer))
+    assert state["data"]["shuffle"] == str(trainer.order.shuffle) != "window"
+    assert [(each["made"]["lr"], each["now"]["lr"]) for each in state["groups"]] == [(made, made / 2)]

@@ -17,7 +17,17 @@ from meshrun.state.checkpoint import BadCheckpoint, Checkpoint
 from meshrun.train.interval import Every
 from meshrun.train.loop import Trainer
 from meshrun.train.recovery import Keeping
-from meshrun.train.restore import _like, _restore_buffers, check, refuse_other, restore, same_mesh, wanted
+from meshrun.train.restore import (
+    _kept,
+    _like,
+    _restore_buffers,
+    _restore_optimizer,
+    check,
+    refuse_other,
+    restore,
+    same_mesh,
+    wanted,
+)
 from tests.train.small import points, small
 
 STEPS = 4
@@ -156,6 +166,24 @@ def test_another_optimizer_is_refused_and_another_rate_is_the_users(
     assert other.optimizer.param_groups[0]["lr"] == 0.3
 
 
+def test_moments_that_a_checkpoint_has_not_are_gone_after_it(kept: tuple[Trainer, Checkpoint]):
+    trainer, checkpoint = kept
+    tensors = {name: info for name, info in checkpoint.tensors.items() if not name.startswith("optimizer/")}
+    before: Any = SimpleNamespace(path="x", tensors=tensors, state=checkpoint.state)
+    assert trainer.optimizer.state
+    _restore_optimizer(trainer, before)
+    assert not trainer.optimizer.state
+
+
+@pytest.mark.parametrize("value", [3, 0.5, True])
+def test_plain_numbers_of_an_optimizer_come_back_as_such(alone: Here, value: Any):
+    name = f"optimizer/w/step#{type(value).__name__}"
+    saved: Any = SimpleNamespace(tensors={name: SimpleNamespace(shape=())}, whole=lambda _: torch.tensor(value))
+    shard: Any = SimpleNamespace(parameter=torch.ones(2), shape=(2,))
+    key, found = _kept(alone, saved, name, shard, {})
+    assert key == "step" and found == value and type(found) is type(value)
+
+
 def test_saved_values_take_the_form_that_the_group_has():
     assert _like((0.9, 0.99), [0.8, 0.9]) == (0.8, 0.9)
     assert _like(None, [1, 2]) == [1, 2]
@@ -175,6 +203,10 @@ def test_on_another_mesh_noise_goes_on_by_seed_replica_and_step(
         restore(trainer, other)
         drawn[name] = torch.rand(3).tolist()
     assert drawn["one"] == drawn["again"] != drawn["other seed"]
+    later = changed(checkpoint, lambda state: state.update(layout="tp=1", step=STEPS + 1))
+    later.whole, later.read = checkpoint.whole, checkpoint.read
+    restore(trainer_in(tmp_path / "later", alone), later)
+    assert torch.rand(3).tolist() != drawn["one"], "else the same noise would come again after each change of the mesh"
 
 
 def test_steps_that_were_left_out_stay_so(alone: Here, tmp_path: Path, kept: tuple[Trainer, Checkpoint]):
