@@ -6,6 +6,7 @@ import contextlib
 import random
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -216,3 +217,29 @@ def test_what_is_decoded_and_may_draw_stays_with_readers():
 
     assert is_decoded(Still("none"), Reading()) and not is_decoded(Decoded("all"), Reading())
     assert not is_decoded(Still("none"), Reading(collate=list))
+
+
+def test_a_collate_function_that_draws_goes_by_its_batch_epoch_and_seed():
+    def noisy(samples: list[int]) -> torch.Tensor:
+        return torch.rand(len(samples))
+
+    def drawn(ids: list[int], epoch: int, seed: int = 3) -> list[float]:
+        torch.rand(5)  # the program draws in between
+        samples = Samples(list(range(8)), noisy, seed=seed)
+        return samples[Wanted(ids, len(ids), epoch=epoch)].batch.tolist()
+
+    first = drawn([0, 1], 0)
+    assert drawn([0, 1], 0) == first
+    assert first not in (drawn([0, 1], 1), drawn([0, 1], 0, seed=4), drawn([1, 0], 0))
+
+
+def test_the_seed_of_a_reading_is_what_its_samples_draw_by():
+    class Noisy(list[float]):
+        def __getitem__(self, number: Any) -> Any:
+            return torch.rand(()), torch.zeros(())
+
+    def drawn(seed: int) -> list[float]:
+        steps = Loader(Noisy([0.0] * 4), Order(4, 4, 0), 0, 1, Reading(seed=seed)).steps(0, 1)
+        return [value for data in steps for value in data.batches[0][0].tolist()]
+
+    assert drawn(1) == drawn(1) and not set(drawn(1)) & set(drawn(2))

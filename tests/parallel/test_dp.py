@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from meshrun.parallel.dp import Cargo
+from meshrun import mesh
+from meshrun.parallel.dp import Cargo, apply
 
 
 def sums_after_the_mean(replicas: list[tuple[float, float, float]]) -> list[float]:
@@ -39,3 +40,16 @@ def test_sums_that_were_unloaded_are_not_sent_again():
 
 def test_a_model_in_bf16_sends_its_sums_in_fp32():
     assert Cargo(nn.Identity(), nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))).hold.dtype == torch.float32
+
+
+@pytest.mark.ranks(2)
+def test_ranks_begin_with_the_buffers_of_rank_0():
+    mesh.use(mesh.Meeting(device="cpu"))
+    here = mesh.start()
+    torch.manual_seed(here.rank)
+    model = nn.Linear(2, 2)
+    model.register_buffer("drawn", torch.rand(3))
+    model.register_buffer("spread", torch.rand(1).expand(4))  # with a stride of 0
+    placed = apply(model, here)
+    one, other = here.gathered({name: each.tolist() for name, each in placed.model.state_dict().items()})
+    assert one == other

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from meshrun.layout import parse
 from meshrun.parallel.meshed import Meshed
 
 
@@ -33,3 +34,23 @@ def test_what_steps_have_settled_is_taken_up_by_a_run_that_goes_on(placed: Any):
     assert placed.habits() == {} and not placed.take_up({}) and placed.habits() == {}
     settled = {"unused": ["b", "c"], "again": ["a"]}
     assert not placed.take_up(settled) and placed.habits() == settled
+
+
+@pytest.mark.parametrize(
+    ("rank", "split_dim", "ties", "holders"),
+    [
+        (0, None, {}, (0, 1, 2, 3)),
+        (6, None, {}, (4, 5, 6, 7)),
+        (0, 1, {}, (0, 2)),
+        (7, 0, {}, (5, 7)),
+        (1, 1, {"w": ((0, 1), None)}, (1, 3, 5, 7)),
+        (6, None, {"w": ((0, 1), None)}, (0, 1, 2, 3, 4, 5, 6, 7)),
+    ],
+)
+def test_who_holds_the_same_elements_differs_only_along_axes_that_do_not_cut_them(
+    placed: Any, rank: int, split_dim: int | None, ties: dict[str, Any], holders: tuple[int, ...]
+):
+    layout = parse("pp=2,dp=2,tp=2").resolve(8)
+    placed.here = SimpleNamespace(rank=rank, size=8, layout=layout, place=layout.coordinates(rank).__getitem__)
+    placed._sharded, placed._ties, placed._holders_of = False, ties, {}
+    assert placed._holders(SimpleNamespace(name="w", split_dim=split_dim)) == holders

@@ -321,3 +321,23 @@ def test_a_state_says_all_of_the_order_and_how_groups_were_made(alone: Here, tmp
     state = values(trainer, moment(trainer))
     assert state["data"]["shuffle"] == str(trainer.order.shuffle) != "window"
     assert [(each["made"]["lr"], each["now"]["lr"]) for each in state["groups"]] == [(made, made / 2)]
+
+
+def test_weights_are_of_no_step_while_an_update_changes_them(alone: Here, tmp_path: Path):
+    trainer = trainer_in(tmp_path, alone, Every(never=True))
+    seen: list[bool] = []
+    trainer.optimizer.register_step_pre_hook(lambda *_: seen.append(keeper_of(trainer)._torn))
+    for _ in trainer.steps():
+        seen.append(keeper_of(trainer)._torn)  # noqa: PERF401 - the hook adds to it meanwhile
+    assert seen == [True, False] * STEPS
+
+
+def test_used_samples_are_recorded_with_the_step_that_they_are_used_in(alone: Here, tmp_path: Path):
+    told: list[dict[str, Any]] = []
+
+    def record(kind: str, **fields: Any) -> None:
+        told.extend([fields] if kind == "ids" else [])
+
+    trainer_in(tmp_path, alone, Every(never=True), record=record, record_ids=True).train()
+    order = Order(24, 8, 4)
+    assert told == [{"step": step + 1, "ids": order.batch_ids(step).tolist()} for step in range(STEPS)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import time
 from dataclasses import replace
@@ -459,3 +460,24 @@ def test_one_rank_that_is_asked_is_enough_and_stays_asked(alone: Here):
     trainer._unsettled.extend([asked, after])
     trainer.settle()
     assert trainer._is_asked
+
+
+def test_bad_samples_are_written_down_with_the_step_and_the_set_in_which_they_were_met(alone: Here, tmp_path: Path):
+    class Broken(list[Any]):
+        def __getitem__(self, number: Any) -> Any:
+            if number in (3, 9):
+                raise ValueError("torn")
+            return super().__getitem__(number)
+
+    def broken() -> Broken:
+        return Broken([points(12)[number] for number in range(12)])
+
+    experiment = small(12, 6, train=broken(), evals={"val": broken()}, steps=2, shuffle="none")
+    Trainer(experiment, alone, skip_bad=True, bad=tmp_path).train()
+    lines = [json.loads(line) for line in (tmp_path / "rank-00000.jsonl").read_text().splitlines()]
+    assert sorted((each["set"], each["step"], each["id"]) for each in lines) == [
+        ("train", 1, 3),
+        ("train", 2, 9),
+        ("val", 2, 3),
+        ("val", 2, 9),
+    ]
