@@ -231,6 +231,7 @@ def test_a_collate_function_that_draws_goes_by_its_batch_epoch_and_seed():
     first = drawn([0, 1], 0)
     assert drawn([0, 1], 0) == first
     assert first not in (drawn([0, 1], 1), drawn([0, 1], 0, seed=4), drawn([1, 0], 0))
+    assert first != drawn([2, 1], 0), "all of its samples decide, and not the one that was read last"
 
 
 def test_the_seed_of_a_reading_is_what_its_samples_draw_by():
