@@ -166,7 +166,7 @@ def test_an_optimizer_that_scales_gradients_later_than_they_part_is_no_cause():
 
 def test_batchnorm_of_replicas_is_a_cause_also_where_micro_batches_are_of_one_size():
     reference = replace(SAME, pieces=[6, 6], tried=Tried(batchnorms=["bn"]))
-    assert cause(reference, ON_TWO).startswith("BatchNorm (bn)")
+    assert cause(reference, replace(ON_TWO, pieces=[6, 6])).startswith("BatchNorm (bn)")
     assert not cause(reference, replace(ON_TWO, sync_batchnorm=True, pieces=[12])).startswith("BatchNorm")
 
 

@@ -127,8 +127,9 @@ def test_a_step_counts_as_the_ranks_computed_it_that_the_run_had_last(tmp_path: 
         ({"w": torch.tensor([1.0, math.nan])}, False),
         ({"w": torch.tensor([1.0, math.inf])}, False),
         ({"w": torch.tensor([[1.0, 2.0]])}, False),
-        ({"mask": torch.tensor([1e-9, -math.inf])}, False),
-        ({"mask": torch.tensor([0.0, math.inf])}, False),
+        ({"mask": torch.tensor([2.0 + 1e-5, -math.inf])}, True),
+        ({"mask": torch.tensor([2.1, -math.inf])}, False),
+        ({"mask": torch.tensor([2.0, math.inf])}, False),
         ({"seen": torch.tensor([(1 << 60) + 1])}, False),
         ({"used": torch.tensor([False])}, False),
         ({"none": torch.ones(0, 3)}, True),
@@ -140,7 +141,7 @@ def test_weights_are_near_within_a_tolerance_and_what_is_no_fraction_is_the_same
 ):
     weights = {
         "w": torch.tensor([1.0, 2.0]),
-        "mask": torch.tensor([0.0, -math.inf]),
+        "mask": torch.tensor([2.0, -math.inf]),
         "seen": torch.tensor([1 << 60]),
         "used": torch.tensor([True]),
         "none": torch.ones(0, 3),
