@@ -40,7 +40,7 @@ from meshrun.observe.story import Story
 from meshrun.store.server import LOOPBACK, Server
 from meshrun.train.interval import parse as parse_interval
 from meshrun.world import World, detect
-from meshrun.world.environment import inherited, of_rank, only
+from meshrun.world.environment import inherited, joining_at, of_lone_rank, only
 from meshrun.world.gpu import open_early
 
 
@@ -109,10 +109,8 @@ def _alone(asked: Asked, shown: bool = True) -> dict[str, Any]:
 @contextlib.contextmanager
 def _as_torchrun_would() -> Iterator[None]:
     """Give a plain script in this one process the variables of torchrun, and serve the store that they name."""
-    with Server() as store:
-        variables = of_rank(0, 1, (0, 1), (0, 1), (LOOPBACK, store.port), 0, f"alone-{os.getpid()}")
-        with only({**inherited(), **variables}):
-            yield
+    with Server() as store, only({**inherited(), **of_lone_rank(LOOPBACK, store.port)}), joining_at(store.port):
+        yield
 
 
 @contextlib.contextmanager

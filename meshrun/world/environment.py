@@ -8,9 +8,11 @@ take_over(given)                     # in a process that was forked to become th
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 
 def inherited() -> dict[str, str]:
@@ -61,6 +63,25 @@ def of_rank(
         # As torch's own launcher has it: a rank whose NCCL peer is gone ends instead of waiting for it.
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
+
+
+def of_lone_rank(address: str, port: int) -> dict[str, str]:
+    """The only rank's place, and that of a store which processes that it starts are not told of: see `joining_at`."""
+    variables = of_rank(0, 1, (0, 1), (0, 1), (address, port), 0, f"alone-{os.getpid()}")
+    del variables["TORCHELASTIC_USE_AGENT_STORE"]
+    return variables
+
+
+@contextlib.contextmanager
+def joining_at(port: int) -> Iterator[None]:
+    """Inside, torch joins the store at this port, and serves one by itself where the program names another port."""
+    rendezvous: Any = importlib.import_module("torch.distributed.rendezvous")  # a function of the same name hides it
+    before = rendezvous._torchelastic_use_agent_store
+    rendezvous._torchelastic_use_agent_store = lambda: os.environ.get("MASTER_PORT") == str(port)
+    try:
+        yield
+    finally:
+        rendezvous._torchelastic_use_agent_store = before
 
 
 def take_over(environment: Mapping[str, str]) -> None:

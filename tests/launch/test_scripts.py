@@ -57,6 +57,26 @@ def test_a_script_in_one_process_has_the_variables_of_torchrun(tmp_path: Path):
     assert ended.out.splitlines() == ["['0', '0', '1', '1', '127.0.0.1'] True", "met 1"]
 
 
+OWN_PORT = """
+import os, socket
+import torch.distributed as dist
+
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(free.getsockname()[1])
+print("told children", "TORCHELASTIC_USE_AGENT_STORE" in os.environ)
+dist.init_process_group("gloo", rank=0, world_size=1)
+print("met", dist.get_world_size())
+dist.destroy_process_group()
+"""
+
+
+def test_a_script_in_one_process_may_choose_its_own_port_as_one_that_starts_its_ranks_by_itself_does(tmp_path: Path):
+    ended = meshrun(tmp_path, "run", written(tmp_path, OWN_PORT), "--procs", 1, "--device", "cpu")
+    assert ended.status == 0, ended.err
+    assert ended.out.splitlines() == ["told children False", "met 1"]
+
+
 def test_ranks_of_a_script_that_never_meet_are_told_so_and_where_their_logs_are(tmp_path: Path):
     ended = meshrun(tmp_path, "run", written(tmp_path, PLACE), "--procs", 2, "--device", "cpu")
     assert ended.status == 0, ended.err
