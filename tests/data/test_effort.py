@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from meshrun.data import effort
-from meshrun.data.samples import NO_EFFORT, Samples, Wanted
+from meshrun.data.samples import NO_EFFORT, Effort, Samples, Wanted
 
 
 class Data:
@@ -55,3 +55,7 @@ def test_a_thread_beside_the_training_counts_its_own_computing(monkeypatch: pyte
     thread.start()
     thread.join()
     assert found == [7.0, 3.0]
+
+
+def test_efforts_add_up_in_both_of_their_parts():
+    assert Effort(1.0, 0.5) + Effort(2.0, 0.25) == Effort(3.0, 0.75)

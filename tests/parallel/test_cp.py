@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from meshrun import UserError
-from meshrun.parallel import ring
+from meshrun.parallel import cp, ring
 from meshrun.parallel.cp import attention, positional, split, with_positions
 from tests.parallel.test_ring import Staged
 
@@ -351,3 +351,19 @@ def test_what_the_user_gives_is_kept():
 def test_inputs_that_a_forward_does_not_name_are_refused():
     with pytest.raises(UserError, match="Decoder gets 3 inputs, of which its forward names 2"):
         with_positions(Decoder(), (torch.zeros(1, 4),) * 3, torch.arange(4))
+
+
+@pytest.mark.parametrize("scale", [None, 0.125])
+def test_the_scale_that_a_model_gives_is_that_of_the_ring(scale: float | None, monkeypatch: pytest.MonkeyPatch):
+    given: list[float | None] = []
+
+    def ring_of_one(query: Tensor, _key: Tensor, _value: Tensor, _group: Any, scale: float | None) -> Tensor:
+        given.append(scale)
+        return query
+
+    monkeypatch.setattr(cp, "ring_attention", ring_of_one)
+    x = torch.ones(1, 2, 4, 8)
+    nothing: Any = None
+    with cp.attention(nothing):
+        torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True, scale=scale)
+    assert given == [scale]

@@ -15,6 +15,7 @@ TENSORS = {
     "weight": torch.arange(6, dtype=torch.float32).view(2, 3),
     "counts": torch.tensor([1, 2, 65535], dtype=torch.uint16),
     "empty": torch.zeros(0, 3),
+    "hollow": torch.zeros(2, 0, 3),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,8 +16,8 @@ from torch import nn
 from meshrun import Here, RunFailed, UserError, mesh
 from meshrun.data.order import Order
 from meshrun.state.memory import memory_files
-from meshrun.train.interval import Every
-from meshrun.train.keeper import Keeper, _weight_of
+from meshrun.train.interval import Every, parse
+from meshrun.train.keeper import LAST_SAVE, Keeper, _weight_of
 from meshrun.train.loop import Trainer
 from meshrun.train.recovery import Keeping
 from meshrun.train.state import _of_optimizer, moment, passing, plain, regions, values
@@ -341,3 +342,73 @@ def test_used_samples_are_recorded_with_the_step_that_they_are_used_in(alone: He
     trainer_in(tmp_path, alone, Every(never=True), record=record, record_ids=True).train()
     order = Order(24, 8, 4)
     assert told == [{"step": step + 1, "ids": order.batch_ids(step).tolist()} for step in range(STEPS)]
+
+
+class WithStatistics(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm = nn.Linear(5, 3), nn.BatchNorm1d(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.inner(x))
+
+
+@pytest.mark.parametrize(("model", "draws"), [(WithStatistics, False), (None, True), (None, False)])
+def test_what_is_lost_with_a_rank_is_left_of_two_steps_where_there_is_any(
+    alone: Here, tmp_path: Path, model: Any, draws: bool
+):
+    trainer = trainer_in(tmp_path / "c", alone, **({"model": model} if model else {}))
+    keeper = keeper_of(trainer)
+    left: list[tuple[str, int]] = []
+    keeper.keeping = replace(keeper.keeping, memory=tmp_path)
+    keeper.saver.put = lambda stem, _found, step, _state: left.append((stem, step)) is None  # type: ignore[method-assign]
+    trainer.here = replace(alone, world=replace(alone.world, size=2, local_size=2))
+    if draws:
+        random.random()
+    for trainer.step in (3, 4):
+        keeper.remember()
+    assert left == ([("passing-1", 3), ("passing-0", 4)] if model or draws else [])
+
+
+def test_draws_before_a_resume_are_not_forgotten(alone: Here, tmp_path: Path):
+    keeper = keeper_of(trainer_in(tmp_path, alone))
+    assert not keeper._values()["draws"]
+    keeper._drew = True
+    assert keeper._values()["draws"]
+
+
+def test_a_checkpoint_that_failed_is_known_until_one_is_kept(alone: Here, tmp_path: Path):
+    (tmp_path / "file").write_text("no folder")
+    trainer = trainer_in(tmp_path / "file", alone, Every(steps=4))
+    train(trainer, 4)
+    keeper = keeper_of(trainer)
+    keeper.saver.wait()
+    keeper._report()
+    assert keeper.unsaved is not None and "cannot write" in keeper.unsaved
+    (tmp_path / "file").unlink()
+    assert keeper.save_now() is None and keeper.unsaved is None
+
+
+def test_a_rank_that_is_left_alone_saves_within_its_time_and_nothing_of_step_0(alone: Here, tmp_path: Path):
+    trainer = trainer_in(tmp_path, alone, Every(steps=100))
+    keeper = keeper_of(trainer)
+    keeper.leave(graceful=True)
+    assert saved_in(tmp_path) == []
+    train(trainer, 3)
+    since = keeper._saved_at
+    keeper.leave(graceful=True)
+    assert saved_in(tmp_path) == [trainer.step] and keeper.saver.timeout == LAST_SAVE
+    keeper._save()
+    assert keeper._saved_at > since
+
+
+def test_how_often_ranks_fail_goes_by_how_many_there_are(alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trainer = trainer_in(tmp_path, alone, parse("auto"), generation=3)
+    keeper = keeper_of(trainer)
+    given: list[tuple[float, ...]] = []
+    monkeypatch.setattr("meshrun.train.keeper.failures_apart", lambda *said: given.append(said) or 100.0)
+    trainer.here = replace(alone, world=replace(alone.world, size=8))
+    monkeypatch.setattr(type(trainer.here), "gathered", lambda _, value: [value])
+    trainer.totals.seconds = 50.0
+    keeper._time_has_come(5)
+    assert given == [(keeper.keeping.mtbf, 8, 3, 50.0)]
