@@ -49,6 +49,8 @@ from meshrun.check.bench_rank import tokens_of
 from meshrun.check.bench_roofline import measured, product_size
 from meshrun.check.bench_side import Entry, Taken
 from meshrun.check.bench_turns import ratios, take_turns
+from meshrun.check.nan_safe import exceeds
+from meshrun.check.nan_safe import largest as largest_of
 from meshrun.config import write_json
 
 HERE = Path(__file__).parent
@@ -355,7 +357,7 @@ def show(part: str, rows: list[dict[str, Any]], found: dict[str, float | None], 
         if row.get("error"):
             print(f"{row['side']}: {row['error']}")
     apart = spread([row["losses"][0] for row in rows if row.get("losses")])
-    if apart > 0.05:
+    if exceeds(apart, 0.05):
         print(f"first losses differ by {apart:.0%}: do all sides train the same?")
     for name, value in found.items():
         print(f"  {name:<28} {value:.3f}" if value is not None else f"  {name:<28} -")
@@ -365,7 +367,7 @@ def show(part: str, rows: list[dict[str, Any]], found: dict[str, float | None], 
 def spread(values: list[float]) -> float:
     """How far the furthest is from the middle one, relatively."""
     middle = statistics.median(values) if values else 0.0
-    return max((abs(each - middle) / abs(middle) for each in values if middle), default=0.0)
+    return largest_of(abs(each - middle) / abs(middle) for each in values if middle)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -72,3 +73,11 @@ def test_a_part_goes_through_on_a_cpu(
     assert set(document["ratios"]) == {"resnet50_vs_lightning", "resnet50_vs_bare_compiled"}
     shown = capsys.readouterr().out
     assert "resnet50_vs_lightning" in shown and "samples_per_s" in shown
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_first_loss_that_is_no_number_is_far_from_the_others(place: int):
+    losses = [2.0, 2.2, 1.9]
+    assert h200.spread(losses) == pytest.approx(0.1) and h200.spread([]) == 0.0
+    losses[place] = math.nan
+    assert math.isnan(h200.spread(losses))
