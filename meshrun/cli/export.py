@@ -106,7 +106,11 @@ def _run_of(folder: Path) -> Path | None:
 
 
 def _beside(folder: Path) -> Path:
-    return (_run_of(folder) or folder.parent) / "export"
+    """The usual place; where it is a link, whoever has made the run directory would choose the place."""
+    usual = (_run_of(folder) or folder.parent) / "export"
+    if usual.is_symlink():
+        raise UserError(f"{usual} is a link, which is not followed; give a place (--out)")
+    return usual
 
 
 def _described(folder: Path, run_program: bool) -> tuple[ModelRecord | None, str]:

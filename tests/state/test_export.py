@@ -362,3 +362,12 @@ def test_a_buffer_whose_name_has_an_at_sign_keeps_it(tmp_path: Path):
     to_safetensors(saved(tmp_path / "c", tensors), tmp_path / "m.safetensors")
     found = load_file(tmp_path / "m.safetensors")
     assert found.keys() == {"w", "at@home"} and found["at@home"].item() == 2
+
+
+def test_a_link_in_the_usual_place_of_exports_is_not_followed(tied: RunDirectory, tmp_path: Path):
+    """Whoever has made the run directory would choose where this user writes."""
+    (tmp_path / "home").mkdir()
+    (tied.path / "export").symlink_to(tmp_path / "home")
+    with pytest.raises(UserError, match=r"export is a link, which is not followed; give a place \(--out\)"):
+        export_command(tied.path, Form.SAFETENSORS, None, None, False, True, False)
+    assert list((tmp_path / "home").iterdir()) == []
