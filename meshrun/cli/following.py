@@ -22,6 +22,7 @@ from rich.console import Console
 from meshrun import strict_json
 from meshrun.config import RunDirectory
 from meshrun.errors import RunFailed, printable
+from meshrun.files import read_plain
 from meshrun.launch.chain import Record, is_complete
 from meshrun.launch.reasons import pending
 from meshrun.launch.slurm import Job, Slurm
@@ -250,6 +251,6 @@ def _words(run: Path, job: str, record: Record) -> str:
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(errors="replace").splitlines()
+        return read_plain(path).decode(errors="replace").splitlines()
     except OSError:
         return []

@@ -16,6 +16,7 @@ from typing import Any
 from meshrun.cli.following import ended, values_of
 from meshrun.config import RunDirectory, whole_number
 from meshrun.errors import UserError
+from meshrun.files import open_plain
 from meshrun.launch.chain import Record
 from meshrun.launch.reasons import pending
 from meshrun.launch.slurm import Job, Slurm
@@ -170,7 +171,7 @@ def _progress(run: RunDirectory) -> tuple[int | None, int | None]:
     except UserError:
         of = None
     try:
-        with run.events_of(0).open("rb") as file:
+        with open_plain(run.events_of(0)) as file:  # of a directory that anybody may have made
             file.seek(max(0, file.seek(0, os.SEEK_END) - _BLOCK))
             steps = re.findall(rb'"kind": "step", "step": (\d+)', file.read())
     except OSError:

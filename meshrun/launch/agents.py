@@ -183,7 +183,7 @@ def _sweep(runs: Path) -> None:
         folder = runs / FOLDER
         now = folder.stat().st_mtime  # a file was written into it just now, by the clock of the file system
         for file in folder.glob("*.json"):
-            if now - file.stat().st_mtime > OLD and strict_json.loads(file.read_text()).get("port") == 0:
+            if now - file.stat().st_mtime > OLD and strict_json.read(file).get("port") == 0:
                 file.unlink(missing_ok=True)
 
 

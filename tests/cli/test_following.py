@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from meshrun.cli import following
+from meshrun.cli import following, listing
 from meshrun.cli.following import described, ended, follow, watch
 from meshrun.cli.listing import adopted, rows
 from meshrun.config import RunConfig, RunDirectory, write_json
@@ -215,3 +217,19 @@ def test_a_script_that_was_submitted_by_hand_goes_on_with_its_run(run: Path):
     assert adopted(run, record, [replace(by_hand, shown="7")]) == record
     renewed = adopted(run, record, [by_hand])
     assert (renewed.jobs, renewed.ended) == (("7", "9"), "") and Record.load(run) == renewed
+
+
+def test_pipes_in_the_run_directory_of_another_keep_nobody_waiting(tmp_path: Path):
+    run = RunDirectory(tmp_path)
+    run.events.mkdir()
+    os.mkfifo(run.events_of(0))
+    os.mkfifo(tmp_path / "slurm.out")
+    found: list[object] = []
+
+    def look() -> None:
+        found.extend([listing._progress(run)[0], following._lines(tmp_path / "slurm.out")])
+
+    looking = threading.Thread(target=look, daemon=True)
+    looking.start()
+    looking.join(5)
+    assert found == [None, []]

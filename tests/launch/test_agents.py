@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -372,3 +373,16 @@ def test_a_silent_stranger_at_an_old_address_does_not_keep_a_node_from_the_true_
         joined = agents.find_hub(detect(of_task(1)), tmp_path, ranks=2, patience=3)
     assert joined.where == f"127.0.0.1:{answering.hub.port}"
     joined.close()
+
+
+def test_a_pipe_among_the_rendezvous_files_keeps_nobody_waiting(tmp_path: Path):
+    """Where all may write beside the runs, anybody can put one there."""
+    world = detect(of_task(0))
+    publish(tmp_path, world.job, 0, "127.0.0.1", 7)
+    pipe = tmp_path / ".rendezvous" / "a.json"
+    os.mkfifo(pipe)
+    os.utime(pipe, (1, 1))
+    swept = threading.Thread(target=agents._sweep, args=(tmp_path,), daemon=True)
+    swept.start()
+    swept.join(5)
+    assert not swept.is_alive()

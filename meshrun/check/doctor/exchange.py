@@ -203,8 +203,7 @@ def _read(path: Path, there: Collection[str] | None = None) -> Document | None:
     if path.name not in (_listed(path.parent) if there is None else there):
         return None
     with contextlib.suppress(OSError, ValueError):
-        found = strict_json.loads(path.read_text())
-        return found if isinstance(found, dict) else None
+        return strict_json.read(path)
     return None
 
 

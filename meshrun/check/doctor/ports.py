@@ -73,7 +73,7 @@ def _age(path: Path) -> float:
 
 def _stale(path: Path) -> Left | None:
     try:
-        said = strict_json.loads(path.read_text())
+        said = strict_json.read(path)
         address, port = str(said["address"]), int(said["port"])
         socket.create_connection((address, port), timeout=1.0).close()
     except ConnectionRefusedError:
