@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
+import itertools
 import json
 import struct
 from collections.abc import Callable, Sequence
@@ -13,12 +15,16 @@ from typing import Any
 import numpy as np
 
 from meshrun import ImageFolder, Table, TokenFile
+from meshrun.data.convert import texts
+from meshrun.data.convert.inputs import files_below
 from meshrun.data.convert.result import checked
+from meshrun.data.convert.work import Bad
 from meshrun.data.download import Quiet, _had
 from meshrun.data.sources.hdf5 import Hdf5
 from meshrun.data.sources.token_format import write as write_tokens
 from meshrun.data.staging import read_list
 from meshrun.errors import BadSample
+from meshrun.recipes import llama, summarize
 from tests.fuzz.engine import Format, WrongValue
 from tests.fuzz.mutations import of_bytes, of_json, of_text
 
@@ -321,6 +327,46 @@ def _read_note(data: bytes, folder: Path) -> Any:
     return _had(part, put(folder, "note", data))
 
 
+def _documents_in(name: str, kind: str) -> Callable[[bytes, Path], Any]:
+    """The texts that convert-data makes tokens of, without those that are bad."""
+
+    def read(data: bytes, folder: Path) -> Any:
+        path = put(folder, name, data)
+        reading, bad = texts.Reading(kind), Bad()
+        units = [unit for job in texts.jobs_of(path, files_below(path), reading, 1 << 20) for unit in job.units]
+        found = texts.good(itertools.islice(texts.documents(path, units, reading), ROWS), True, bad)
+        return ["".join(itertools.islice(document, 3)) for document in found], bad.count
+
+    return read
+
+
+def _check_texts(data: bytes, value: Any) -> None:
+    """Each text stands in a line of the file."""
+    there = set()
+    for line in data.removeprefix(b"\xef\xbb\xbf").split(b"\n"):
+        with contextlib.suppress(ValueError, RecursionError):
+            row = json.loads(line)
+            there.add(str(row.get("text")) if isinstance(row, dict) else "")
+    if not set(value[0]) - {""} <= there:
+        raise WrongValue("a text is in none of the file's lines")
+
+
+def _read_hf_index(data: bytes, folder: Path) -> Any:
+    for name in ("a.safetensors", "b.safetensors"):
+        put(folder, f"weights/{name}", b"")
+    put(folder, "weights/model.safetensors.index.json", data)
+    return llama._safetensors(folder / "weights")
+
+
+def _read_llama(data: bytes, folder: Path) -> Any:
+    return llama._check_config(put(folder, "config.json", data), llama.PRESETS["tiny"])
+
+
+def _read_t5(data: bytes, folder: Path) -> Any:
+    put(folder, "t5/config.json", data)
+    return summarize.shape_of(folder / "t5")
+
+
 def _one(*data: bytes) -> Callable[[Path], Sequence[bytes]]:
     return lambda _: data
 
@@ -347,6 +393,22 @@ FORMATS = [
     Format("csv-gz", lambda _: [gzip.compress(each, mtime=0) for each in CSV], _rows("some.csv.gz")),
     Format("parquet", _parquet, _rows("some.parquet")),
     Format("arrow", _arrow, _rows("some.arrow")),
+    Format("texts-lines", _one(*LINES), _documents_in("some.jsonl", "json"), of_json, _check_texts),
+    Format(
+        "texts-lines-gz",
+        lambda _: [gzip.compress(each, mtime=0) for each in LINES],
+        _documents_in("some.jsonl.gz", "json"),
+    ),
+    Format("texts-parquet", _parquet, _documents_in("some.parquet", "parquet")),
+    Format(
+        "weights-index", _one(b'{"weight_map": {"x": "a.safetensors", "y": "b.safetensors"}}'), _read_hf_index, of_json
+    ),
+    Format(
+        "llama-config", lambda _: [json.dumps(llama.hf_config(llama.PRESETS["tiny"])).encode()], _read_llama, of_json
+    ),
+    Format(
+        "t5-config", lambda _: [json.dumps(summarize.hf_config(summarize.PRESETS["small"])).encode()], _read_t5, of_json
+    ),
     Format("pictures", _pictures, _read_picture),
     Format("saved-dataset", _saved, _read_saved, of_json),
     Format("staged-files", _staged, _read_staged, of_json),

@@ -125,12 +125,21 @@ def judged(format: Format, data: bytes, folder: Path) -> tuple[bool, str, str]:
         text = str(error)
         if not text.strip() or "Traceback" in text:
             return False, f"is no sentence: {text[:200]!r}", ""
-        return False, "", ""
+        return False, _too_much(error), ""
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)[-4:]
         where = "".join(f"    {frame.filename}:{frame.lineno} in {frame.name}\n" for frame in frames)
         return False, f"{type(error).__name__}: {str(error)[:300]}", where
     return True, "", ""
+
+
+def _too_much(error: BaseException | None) -> str:
+    """What a sentence hides: that memory was asked for which the kernel has refused here, and gives elsewhere."""
+    while error is not None:
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            return f"asked for more than {MEMORY >> 20} MB of memory: {type(error).__name__}: {str(error)[:200]}"
+        error = error.__cause__ or error.__context__
+    return ""
 
 
 def _fuzz(

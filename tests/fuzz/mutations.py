@@ -30,6 +30,7 @@ VALUES: tuple[Any, ...] = (
     *([], [[]], {}, {"": None}, [None], [1, "x"], 1.5, -0.0, 1e300, float("nan"), float("inf"), float("-inf")),
     *(*INTEGERS, *EDGES, 10**30, MARK, "x" * 300, "a/b", ".", "..", "\n", "é" * 130),
 )
+KEYS = ("x", "", "\0", "__float__", "\ud800", "a/b", "model/x", "buffer/x@0", "é" * 130)
 WORDS = (
     *("", " ", ",", ",,", ";", ":", "-", "--", "=", "*", "[", "]", "[[", "(", ")", "(x", "\0", "\n", "\r\n", "\t", "²"),
     *(
@@ -116,7 +117,7 @@ def changed(rng: random.Random, document: Any) -> Any:
         case 0:
             return _without(document, key)
         case 1 if isinstance(document, dict):
-            return {**_without(document, key), rng.choice(("x", "", key + "s", "\0", "__float__")): document[key]}
+            return {**_without(document, key), rng.choice((*KEYS, key + "s", key + "1" * 5000)): document[key]}
         case 1:
             return [*document, document[key]]
         case 2:

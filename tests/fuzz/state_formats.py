@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from meshrun.cli.inspect import document
 from meshrun.errors import UserError
 from meshrun.state.checkpoint import Checkpoint
+from meshrun.state.export import to_safetensors, to_torch
 from meshrun.state.manifest import File, Index, Manifest, laid_out
 from meshrun.state.memory import memory_files
 from meshrun.state.region import Region
@@ -69,6 +71,18 @@ def _read_checkpoint(manifest: bytes, shard: bytes, folder: Path) -> Any:
 
 def _read_manifest(data: bytes, folder: Path) -> Any:
     return _read_checkpoint(data, _original(folder / "original")[1], folder)
+
+
+def _inspect_and_export(data: bytes, folder: Path) -> Any:
+    """What people see of a checkpoint, and what other programs get."""
+    step = folder / "step-00000006"
+    put(step, "manifest.json", data)
+    put(step, SHARD, _original(folder / "original")[1])
+    checkpoint = Checkpoint.open(step)
+    shown = document(checkpoint, checkpoint.verify())
+    for write, name in ((to_safetensors, "all.safetensors"), (to_torch, "all.pt")):
+        write(checkpoint, folder / name)
+    return json.dumps(shown)
 
 
 def _read_shard(data: bytes, folder: Path) -> Any:
@@ -135,6 +149,7 @@ def _of_original(place: int) -> Any:
 FORMATS = [
     Format("manifest", _of_original(0), _read_manifest, of_json, _check_same),
     Format("manifest-resealed", _of_original(0), _read_manifest, _resealed),
+    Format("checkpoint-shown", _of_original(0), _inspect_and_export, _resealed),
     Format("shard", _of_original(1), _read_shard, check=_check_same),
     Format("memory-index", _of_original(2), _read_index, _resealed),
     Format("weights", _weights, _read_weights),

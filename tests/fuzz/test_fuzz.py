@@ -84,6 +84,15 @@ def take_too_much(data: bytes, folder: Path) -> None:
         bytearray(1 << 34)
 
 
+def hide_that_it_took_too_much(data: bytes, folder: Path) -> None:
+    del folder
+    try:
+        if data != b"good":
+            bytearray(1 << 34)
+    except MemoryError:
+        raise UserError("there is no room for it") from None
+
+
 def always_bad(rng: random.Random, examples: Any) -> bytes:
     del rng, examples
     return b"bad"
@@ -99,6 +108,7 @@ def always_bad(rng: random.Random, examples: Any) -> bytes:
         (crash, "is ended by SIGSEGV"),
         (take_memory, "took 1[0-9]{2} MB"),
         (take_too_much, "MemoryError"),
+        (hide_that_it_took_too_much, "asked for more than 100 MB of memory: MemoryError"),
         (raises(UserError("a sentence")), None),
     ],
 )
