@@ -243,7 +243,7 @@ def read_list(folder: Path) -> dict[str, Staged]:
                 f"{folder / LIST} is of a newer meshrun; use that one, or stage into another folder (--data)"
             )
         files = strict_json.of_type(list[Staged], document.get("files"), "files")
-        if wrong := next((each.name for each in files if not _is_inside(each.name)), None):
+        if (wrong := next((each.name for each in files if not _is_inside(each.name)), None)) is not None:
             raise ValueError(f"it names {wrong!r}, which lies outside of the folder")
         return {each.name: each for each in files}
     except FileNotFoundError:

@@ -12,6 +12,7 @@ has a bounded number of links, and one that stops twice at the same step is over
 from __future__ import annotations
 
 import dataclasses
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +24,7 @@ from meshrun.launch.job import WORTH_A_RESTART
 from meshrun.launch.submission import NAME, Submission
 
 FORMAT = 1
+_JOB = re.compile(r"[A-Za-z0-9_.+-]{1,64}")
 KILLED = 128
 """Exit statuses above it are those of processes that a signal has ended: a lost node, or the time limit."""
 
@@ -66,6 +68,8 @@ class Record:
             document = strict_json.read(path)
             document.pop("format", None)
             record: Record = strict_json.of_type(cls, document, "it")
+            if (wrong := next((job for job in record.jobs if not _JOB.fullmatch(job)), None)) is not None:
+                raise ValueError(f"it names the job {wrong!r:.80}, a number that Slurm gives to none")
             return record
         except FileNotFoundError:
             raise UserError(f"{run} was not submitted: it has no {NAME}; meshrun submit makes runs that have") from None

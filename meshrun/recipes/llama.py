@@ -589,7 +589,11 @@ def _safetensors(path: Path) -> list[Path]:
         except (OSError, ValueError, LookupError, AttributeError, TypeError, RecursionError):
             raise UserError(f"{index} is not an index of safetensors files (--weights)") from None
         for name, file in zip(names, files, strict=True):
-            if "\0" in name or not file.is_file():
+            try:
+                there = file.is_file()
+            except OSError:  # a name that no file can have
+                there = False
+            if not there:
                 raise UserError(f"{index} names {name!r:.200}, which is no file in {path}; copy it there (--weights)")
         return files
     if single.is_file():

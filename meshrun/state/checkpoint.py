@@ -134,6 +134,8 @@ class Checkpoint:
                 self._reader(file)  # before any memory is asked for: a missing file has no tensor to hold
         except Damaged as damage:
             raise BadCheckpoint(f"checkpoint {self.path} is damaged: {damage}") from None
+        if not self.covers(name, (0,) * len(info.shape), info.shape):  # nor has a shape that no file holds
+            raise BadCheckpoint(f"checkpoint {self.path} has only a part of {name!r}")
         try:
             tensor = torch.empty(info.shape, dtype=info.dtype)
         except RuntimeError:

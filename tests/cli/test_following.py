@@ -15,7 +15,7 @@ from meshrun.cli import following, listing
 from meshrun.cli.following import described, ended, follow, watch
 from meshrun.cli.listing import adopted, rows
 from meshrun.config import RunConfig, RunDirectory, write_json
-from meshrun.errors import RunFailed
+from meshrun.errors import RunFailed, UserError
 from meshrun.launch.chain import Link, Record
 from meshrun.launch.slurm import Job, Slurm
 from meshrun.launch.submission import Element, Resources, Submission
@@ -141,6 +141,14 @@ def test_the_runs_of_a_sweep_say_what_they_have_of_their_own(run: Path):
     assert end.line().startswith(f"{run} (lr=3e-4): complete after 3 steps; ") and end.document()["values"] == "lr=3e-4"
     (row,) = rows(Slurm(lambda argv, _env: subprocess.CompletedProcess(argv, 0, "", "")), run.parent)
     assert row.values == "lr=3e-4" and "  lr=3e-4" in row.line()
+
+
+@pytest.mark.parametrize("number", ["1" * 5000, "\u0663", "../7", "", "7\n"])
+def test_a_job_whose_number_no_slurm_gives_is_refused(run: Path, number: str):
+    record = recorded(run, "complete", "the training is complete")
+    replace(record, jobs=("7", number)).save(run)
+    with pytest.raises(UserError, match=r"submission\.json cannot be read: it names the job .*Slurm gives to none"):
+        Record.load(run)
 
 
 def test_it_is_told_why_a_link_ended_and_which_one_comes(

@@ -200,6 +200,14 @@ def test_the_beginning_of_another_file_is_thrown_away(tmp_path: Path, server: Se
     assert (tmp_path / "a.bin").read_bytes() == FILE
 
 
+@pytest.mark.parametrize("same", ["a\r\nX-Other: b", "\u20ac", 7, ["x"], None])
+def test_a_note_of_what_no_server_can_have_said_is_not_asked_for(tmp_path: Path, server: Server, same: object):
+    (tmp_path / ".a.bin.part").write_bytes(FILE[:100])
+    (tmp_path / ".a.bin.part.json").write_text(json.dumps({"url": "…", "same": same}))
+    Stage(tmp_path).download(f"{server.url}/a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == FILE and server.asked == [("a.bin", None)]
+
+
 def test_a_beginning_that_was_damaged_is_fetched_again_where_the_sum_is_known(tmp_path: Path, server: Server):
     server.cut_after = 5000
     with pytest.raises(RunFailed, match="answers 403"):
@@ -531,3 +539,11 @@ def test_an_address_that_cannot_be_is_named_without_its_password(tmp_path: Path,
     with pytest.raises(UserError, match="is no address") as refused:
         Stage(tmp_path).download(address)
     assert "s3cret" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["", "../a", "/a", "staged.json", "a\nb"])
+def test_a_list_that_names_what_is_no_file_of_the_folder_is_refused(tmp_path: Path, name: str):
+    file = {"name": name, "size": 3, "sha256": "ab" * 32, "when": "2026-01-01", "url": None}
+    (tmp_path / "staged.json").write_text(json.dumps({"format": 1, "files": [file]}))
+    with pytest.raises(UserError, match="which lies outside of the folder"):
+        read_list(tmp_path)

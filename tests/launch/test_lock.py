@@ -225,3 +225,12 @@ def test_a_process_of_another_host_is_not_looked_for_on_this_one():
     assert not _has_died_here({"host": "elsewhere", "pid": gone.pid})
     assert not _has_died_here({"host": socket.gethostname(), "pid": os.getpid()})
     assert not _has_died_here({"host": socket.gethostname()})
+
+
+@pytest.mark.parametrize("pid", [10**30, 1 << 31, 0, -1, True, "7"])
+def test_a_number_that_is_no_process_is_asked_about_nowhere(monkeypatch: pytest.MonkeyPatch, pid: object):
+    """Negative ones would be groups of processes, and larger ones are refused by Python."""
+    asked: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, _signal: asked.append(pid))
+    assert not locks._has_died_here({"host": socket.gethostname(), "pid": pid})
+    assert asked in ([], [1])

@@ -272,6 +272,20 @@ def test_files_that_are_no_weights_are_refused(tmp_path: Path):
     assert "is not an index" in refusal(SMALL, tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"norm": "gone.safetensors"}}')
     assert "gone.safetensors" in refusal(SMALL, tmp_path)
+    for name in ("x" * 300, "a\\u0000b"):
+        (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"norm": "{name}"}}}}')
+        assert "which is no file in" in refusal(SMALL, tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("[" * 100_000)
+    assert "is not an index" in refusal(SMALL, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "config", ["[" * 100_000, "[1]", '{"rope_scaling": "x"}', '{"rope_parameters": [1]}', "\ufeff"]
+)
+def test_a_config_of_weights_that_is_none_is_refused(config: str, tmp_path: Path):
+    save_hf(drawn(SMALL), tmp_path)
+    (tmp_path / "config.json").write_text(config)
+    assert str(tmp_path / "config.json") in refusal(SMALL, tmp_path)
 
 
 def speeches() -> list[np.ndarray]:

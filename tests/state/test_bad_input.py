@@ -318,3 +318,8 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path, capsys):
     assert "\x1b[2J" not in (shown := capsys.readouterr().out)
     assert "\x1b[31m" not in shown
     assert "model/?[2Jevil" in shown
+
+
+def test_names_of_tensors_with_numbers_of_thousands_of_digits_are_listed(tmp_path: Path):
+    checkpoint = saved(tmp_path / "c", {f"model/{'1' * 5000}": numbers(3), "model/2": numbers(3)}, 4)
+    assert inspect_command(checkpoint.path, None, True, False) == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -157,8 +158,11 @@ def test_bad_toml_and_an_unreadable_file_are_one_sentence(tmp_path: Path):
     with pytest.raises(UserError, match=r"site profile .*broken\.toml is not valid TOML: .*line 2"):
         sites.load("broken", env)
     (tmp_path / "meshrun/sites/folder.toml").mkdir()
-    with pytest.raises(UserError, match=r"folder\.toml cannot be read: Is a directory"):
+    with pytest.raises(UserError, match=r"folder\.toml cannot be read: it is no plain file"):
         sites.load("folder", env)
+    os.mkfifo(tmp_path / "meshrun/sites/pipe.toml")
+    with pytest.raises(UserError, match=r"pipe\.toml cannot be read: it is no plain file"):
+        sites.load("pipe", env)
 
 
 @pytest.mark.parametrize(

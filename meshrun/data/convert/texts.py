@@ -241,7 +241,7 @@ def _read(document: Document, skip: bool) -> Iterator[str]:
         for _ in texts:
             pass
         return document.texts()
-    except (ValueError, RecursionError) as error:
+    except (ValueError, LookupError, RecursionError) as error:
         where = document.exactly() if document.exactly and not skip else document.where
         raise unusable(where, why_of(error)) from None
 

@@ -10,6 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
+import os
+import resource
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +41,8 @@ _ROWS = 1 << 16
 """Most rows of a record batch."""
 
 _LEAST_ROWS = 32
+"""Rows of lists of texts that are read at a time, however long these may be."""
+_SECONDS_TO_ASK = 10
 _WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4}
 """Bytes of a number in memory; 8 of all other types, or somewhat more."""
 
@@ -165,16 +171,13 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Batches:
     refuse_missing(path, columns or (), schema.names)
     names = list(columns or schema.names)
 
+    of_lists = _rows_of_lists(path) if any(field.type.num_fields for field in schema) else []
+
     def batches() -> Iterator[tuple[pa.RecordBatch, float]]:
         for group in range(file.num_row_groups):
             about = file.metadata.row_group(group)
-            size, most = _size_in_memory(about) // max(1, about.num_rows), path.stat().st_size
-            if size > max(LARGE, DENSEST * most):
-                raise UserError(
-                    f"row group {group} of {path} has rows of {size:,} bytes by what it says of itself, which a file "
-                    f"of {most:,} bytes cannot hold; copy or write it again"
-                )
-            rows = max(1, min(_ROWS, _BATCH // max(1, size), _rows_of_lists(about)))
+            rows = max(1, min(_ROWS, _BATCH * about.num_rows // max(1, about.total_byte_size)))
+            rows = min(rows, of_lists[group]) if of_lists else rows
             try:
                 for batch in file.iter_batches(rows, row_groups=[group], columns=names, use_threads=False):
                     yield batch.select(names), group / file.num_row_groups
@@ -186,22 +189,51 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Batches:
     return pa.schema([schema.field(name) for name in names]), batches()
 
 
-def _size_in_memory(about: Any) -> int:
-    """Bytes of a row group whose columns are read: a number that comes often takes almost none in the file."""
-    columns = map(about.column, range(about.num_columns))
-    return sum(
-        max(column.total_uncompressed_size, column.num_values * _WIDTHS.get(column.physical_type, 8))
-        for column in columns
-    )
+def _rows_of_lists(path: Path) -> list[int]:
+    """Rows to read at a time of each row group of a file with lists; a sentence where one row is beyond reason.
+
+    A list may have any number of values that take almost no bytes in the file, and each text in it may be as long as
+    the whole column is there. Asked in a process of its own: pyarrow ends the one that asks a damaged file for that.
+    """
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(_SECONDS_TO_ASK)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what it says when it ends
+            about = pa.parquet.read_metadata(path)
+            groups = map(about.row_group, range(about.num_row_groups))
+            with open(writing, "wb") as answer:  # noqa: PTH123
+                answer.write(json.dumps([_sizes_of_rows(group) for group in groups]).encode())
+        os._exit(0)
+    os.close(writing)
+    with open(reading, "rb") as answered:  # noqa: PTH123
+        text = answered.read()
+    os.waitpid(pid, 0)
+    if not text:
+        raise UserError(
+            f"{path} is no whole Parquet file: what it says of its columns is damaged; copy or write it again"
+        )
+    most, found = path.stat().st_size, []
+    for number, (size, of_texts) in enumerate(json.loads(text)):
+        if size > max(LARGE, DENSEST * most):
+            raise UserError(
+                f"row group {number} of {path} has rows of {size:,} bytes by what it says of itself, which a file of "
+                f"{most:,} bytes cannot hold; copy or write it again"
+            )
+        found.append(max(1, min(_BATCH // max(1, size), max(_LEAST_ROWS, LARGE // max(1, of_texts)))))
+    return found
 
 
-def _rows_of_lists(about: Any) -> int:
-    """Rows to read at a time because of texts in lists, which cannot be read as dictionaries: each may be as long as
-    the whole column is in the file."""
-    columns = [each for each in map(about.column, range(about.num_columns)) if "." in each.path_in_schema]
-    texts = [each for each in columns if each.physical_type == "BYTE_ARRAY"]
-    size = sum(max(1, each.num_values // max(1, about.num_rows)) * each.total_uncompressed_size for each in texts)
-    return max(_LEAST_ROWS, LARGE // max(1, size))
+def _sizes_of_rows(group: Any) -> tuple[int, int]:
+    """Bytes of a row in memory, and most bytes that the texts in its lists may take."""
+    columns, rows = [group.column(number) for number in range(group.num_columns)], max(1, group.num_rows)
+    numbers = sum(each.num_values * _WIDTHS.get(each.physical_type, 8) for each in columns)
+    texts = [each for each in columns if each.physical_type == "BYTE_ARRAY" and "." in each.path_in_schema]
+    longest = sum(max(1, each.num_values // rows) * each.total_uncompressed_size for each in texts)
+    return max(group.total_byte_size, numbers) // rows, longest
 
 
 def _arrow(path: Path, columns: Sequence[str] | None) -> Batches:
