@@ -33,6 +33,7 @@ from meshrun.launch.job import Seat, Verdict, port_refused
 from meshrun.launch.ranks import Ended, Gone, Stop
 from meshrun.launch.wire import Document, Wire, readable
 from meshrun.store.server import Server
+from meshrun.world.hostlist import LIMIT
 
 SILENCE = 5.0
 """Seconds without a sign of life after which a launcher counts as lost; they come every second, from a thread."""
@@ -255,4 +256,6 @@ def nodes_of(text: str) -> tuple[int, int]:
     least, most = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= least <= most:
         raise UserError(f"nodes is {text!r}; it must be a number, or least:most such as 1:4 (--nodes)")
+    if most > LIMIT:
+        raise UserError(f"nodes is {text!r}; it must be at most {LIMIT:,}, more than any machine has (--nodes)")
     return least, most

@@ -149,8 +149,14 @@ def _read_hdf5(data: bytes, folder: Path) -> Any:
     return path, read, ids, inputs, targets, read.classes
 
 
+def _written_rows(ids: list[int]) -> np.ndarray[Any, Any]:
+    """The numbers in these rows of images, where they are not damaged."""
+    return np.concatenate([np.arange(48) + 48 * number for number in ids])
+
+
 def _check_hdf5(data: bytes, value: Any) -> None:
-    """Rows are those that h5py itself gives."""
+    """Rows are those that h5py itself gives, or those that were written: it gives zeros for a chunk that it lists and
+    does not find."""
     import h5py
 
     path, read, ids, inputs, targets, _ = value
@@ -159,6 +165,8 @@ def _check_hdf5(data: bytes, value: Any) -> None:
     with h5py.File(path, "r", locking=False) as file:
         for name, rows in (("images", inputs), ("labels", targets)):
             wanted = np.stack([file[name][number] for number in ids])
+            if name == "images" and np.array_equal(rows.numpy().ravel(), _written_rows(ids)):
+                continue
             if not np.array_equal(rows.numpy(), wanted.astype(rows.numpy().dtype), equal_nan=wanted.dtype.kind in "fc"):
                 raise WrongValue(f"{name} of {read.path} are not the rows that h5py gives")
 

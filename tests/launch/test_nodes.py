@@ -141,6 +141,13 @@ def test_other_numbers_of_nodes_are_refused(text: str):
         nodes_of(text)
 
 
+@pytest.mark.parametrize("text", ["1:999999999", "200001"])
+def test_more_nodes_than_any_machine_has_are_refused(text: str):
+    """Each number between least and most is tried: a billion of them were gigabytes, and minutes."""
+    with pytest.raises(UserError, match=r"it must be at most 200,000, more than any machine has \(--nodes\)"):
+        nodes_of(text)
+
+
 def test_a_first_node_that_does_not_answer_is_named(tmp_path: Path):
     where = f"127.0.0.1:{free_port()}"
     ended = meshrun(tmp_path, "run", LOSING, "--diary", "d", "--procs", 1, "--join", where, "--timeout", 1)

@@ -211,7 +211,7 @@ class Hdf5(Source):
         files += [each.file_name for each in dataset.virtual_sources()] if dataset.is_virtual else []
         for name in dict.fromkeys(files):
             for file in (Path(name), self._file.path.parent / name):
-                if file.exists() and not file.is_file():
+                if file.exists() and not file.is_file() and not file.is_dir():  # "." is the file itself
                     raise UserError(f"{self._called('')} has rows in {file}, which is no plain file")
 
     def _column(self, found: Any, name: str) -> NDArray[Any] | Rows:
