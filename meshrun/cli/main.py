@@ -163,7 +163,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
         else:  # meshrun's own mistake
             status = _give_up(error, described(error), as_json, debug=True)
     if why := flush():
-        print(f"meshrun: {why}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # standard error may be on the same full disk
+            print(f"meshrun: {why}", file=sys.stderr, flush=True)
+        flush()
         status = status or 1
     if status and _world().size > 1:
         # Without the clean-up at the end of a process: it waits for ranks that may be gone.

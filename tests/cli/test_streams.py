@@ -45,6 +45,11 @@ def test_output_that_cannot_be_written_is_an_error_in_one_sentence(tmp_path: Pat
     assert ended.stderr == "meshrun: standard output cannot be written: No space left on device\n"
 
 
+def test_where_neither_output_nor_error_can_be_written_the_status_still_says_it(tmp_path: Path):
+    assert shell('"$@" >/dev/full 2>&1', tmp_path, "version").returncode == 1
+    assert shell('"$@" >/dev/full 2>&1', tmp_path, "inspect", "nowhere").returncode == 2
+
+
 CLOSES = """
 import sys, torch
 from meshrun import Experiment, mean_squared_error
