@@ -85,7 +85,7 @@ def test_a_handshake_has_one_time_limit_however_slowly_its_lines_come(quick: int
             prove(ours, SECRET)
         over.set()
         sender.join()
-    assert time.monotonic() - began < 1.2, "255 bytes would take 5 s"
+    assert time.monotonic() - began < 4, "255 bytes would take 5 s"
 
 
 def test_after_a_handshake_a_connection_waits_as_long_as_before():
