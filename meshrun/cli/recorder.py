@@ -32,6 +32,11 @@ Tell = Callable[[Event], None]
 
 _NOT_THE_USERS = (str(Path(meshrun.__file__).parent), str(Path(torch.__file__).parent), "<frozen")
 """Where lines of a traceback come from that say nothing to the user."""
+_ONE_SAMPLE = "Expected more than 1 value per channel when training"
+_MORE_SAMPLES = (
+    "BatchNorm needs several samples at a time: give larger micro-batches (--micro 2), a larger batch (--batch), or "
+    "take statistics over all ranks (--sync-batchnorm)"
+)
 
 
 class Recorder:
@@ -64,6 +69,8 @@ class Recorder:
             told = described(error)
             said, lines = of_reader(told.partition(": ")[2], _NOT_THE_USERS) or (told, last_lines(error))
             said = missing_of(error) or said
+            if _ONE_SAMPLE in said:
+                said += f"; {_MORE_SAMPLES}"
             sentence = f"rank {rank} on {host} failed{step}: {said}"
         by_user, secondary = isinstance(error, UserError), isinstance(error, mesh.PeerLost)
         about = {"rank": rank, "host": host, "step": self.step, "by_user": by_user, "secondary": secondary}

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+import torch
+
 from meshrun.cli.recorder import Recorder
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.mesh import PeerLost
@@ -30,3 +33,10 @@ def test_a_failure_names_its_step_and_is_in_the_nodes_memory_too(tmp_path: Path)
 def test_the_loss_of_another_rank_is_a_consequence(tmp_path: Path):
     for event in failure_of(tmp_path, PeerLost("rank 1 lost another rank")):
         assert event["secondary"] is True
+
+
+def test_batch_norm_of_one_sample_names_the_flags_that_give_it_more(tmp_path: Path):
+    with pytest.raises(ValueError) as refused:
+        torch.nn.BatchNorm1d(3)(torch.zeros(1, 3))
+    for event in failure_of(tmp_path, refused.value):
+        assert "(--micro 2)" in str(event["sentence"]) and "(--sync-batchnorm)" in str(event["sentence"])
