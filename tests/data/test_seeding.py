@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Subset, TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from meshrun import ImageFolder, Table
 from meshrun.data import seeding
@@ -51,13 +51,23 @@ class NoisyMany(Noisy):
         return [self[number] for number in ids]
 
 
+class NoisyManyOnly(Dataset):
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitems__(self, ids: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [Noisy()[number] for number in ids]
+
+
 class NoisyWhole(Noisy):
     def batch_of(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         noise = torch.from_numpy(np.random.randn(len(ids), 3))
         return noise, torch.tensor(ids)
 
 
-def read(data: Noisy, parts: int = 1, start: int = 0, **reading: object) -> dict[tuple[int, int], list[float]]:
+def read(
+    data: Noisy | NoisyManyOnly, parts: int = 1, start: int = 0, **reading: object
+) -> dict[tuple[int, int], list[float]]:
     """(step, sample) -> its noise, as the ranks of `parts` replicas have read it in two epochs."""
     order, found = Order(LENGTH, BATCH, seed=7), {}
     for part in range(parts):
@@ -95,8 +105,8 @@ def test_seeds_epochs_and_samples_have_words_of_their_own():
     assert len({seeding.word_for(*place) for place in places}) == len(places)
 
 
-@pytest.mark.parametrize("kind", [NoisyMany, NoisyWhole])
-def test_batches_that_are_drawn_as_a_whole_are_read_by_sample(kind: type[Noisy]):
+@pytest.mark.parametrize("kind", [NoisyMany, NoisyManyOnly, NoisyWhole])
+def test_batches_that_are_drawn_as_a_whole_are_read_by_sample(kind: type[Noisy | NoisyManyOnly]):
     assert read(kind()) == read(Noisy()) == read(kind(), parts=3)
 
 
