@@ -73,7 +73,7 @@ def test_a_run_that_comes_to_other_weights_after_a_fault_is_a_failure_and_is_kep
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (("--faults", 0), "faults is 0; it must be at least 1 (--faults)"),
+        (("--faults", 0), "faults is 0; it must be at least 1 and at most 1,000,000 (--faults)"),
         (("--procs", 1), "procs is 1; chaos needs ranks that a launcher starts, at least 2 (--procs)"),
         (
             ("--kinds", "node-off"),

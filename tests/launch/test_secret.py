@@ -45,7 +45,7 @@ def test_proofs_and_keys_go_by_all_that_a_handshake_is_of(part: str):
 def test_a_secret_is_never_written_into_a_file_that_is_there_already(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(secret, "remove", lambda _: None)  # another user has made it anew in the meantime
     (tmp_path / secret.NAME).touch(0o666)
-    with pytest.raises(FileExistsError):
+    with pytest.raises(UserError, match=r"cannot write .*: File exists"):
         secret.make(tmp_path)
     assert (tmp_path / secret.NAME).read_bytes() == b""
 
