@@ -14,12 +14,13 @@ import sys
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from tests import ranks
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # there are as many workers and ranks as cores, or more
 settings.register_profile("suite", deadline=None)  # how long an example takes is up to what else the machine does
+settings.register_profile("planted", deadline=None, phases=[Phase.explicit, Phase.generate])  # make mutants
 settings.load_profile("suite")
 TIMEOUT_S = 60.0
 REPLACED = {

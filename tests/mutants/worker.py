@@ -105,7 +105,8 @@ def run_tests(tests: Sequence[str], first_only: bool) -> Ended:
     """In a fork: pytest in this process, and the nursery of its ranks as a fork that was made before anything ran."""
     started = NurseryAhead()
     noting = Noting()
-    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", *(["-x"] if first_only else [])]
+    options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "--no-header", "--hypothesis-profile=planted"]
+    options += ["-x"] if first_only else []
     try:
         status = int(pytest.main([*options, *tests], plugins=[noting, started]))
     except BaseException as error:
