@@ -314,6 +314,7 @@ class RunDirectory:
         runs, name = config.runs, config.run_name
         try:
             runs.mkdir(mode=0o775, parents=True, exist_ok=True)  # nobody else is to rename runs, whatever the umask
+            refuse_exchangeable(runs)
             taken = [each.name.removeprefix(f"{name}-") for each in runs.glob(f"{name}-*")]
             number = max((each for text in taken if (each := whole_number(text)) is not None), default=0)
             while True:
@@ -564,3 +565,23 @@ def all_can_exchange(folder: Path) -> Path | None:
             if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
                 return above
     return None
+
+
+def refuse_exchangeable(runs: Path) -> None:
+    """Refuse a folder of runs in which another user can put a run of his own in the place of this user's.
+
+    The config.json of a run decides which program its ranks execute, whenever they are started. In /tmp anybody may
+    have made a folder called `runs`, or a link of that name.
+    """
+    for place in dict.fromkeys((runs.absolute(), runs.resolve())):
+        found = place.lstat()
+        is_link = stat.S_ISLNK(found.st_mode)
+        is_open = not is_link and bool(found.st_mode & stat.S_IWOTH)
+        is_shared = not is_link and found.st_mode & stat.S_IWGRP and found.st_gid in (os.getgid(), *os.getgroups())
+        is_foreign = found.st_uid not in (0, os.getuid()) and (is_open or not is_shared)
+        is_planted = is_foreign and (is_open or place.parent.stat().st_mode & stat.S_IWOTH)
+        if is_planted or (is_open and not found.st_mode & stat.S_ISVTX):
+            raise UserError(
+                f"other users can put runs of theirs in the place of those in {runs}, which decide which program is "
+                f"executed; name a folder of this user (--runs)"
+            )

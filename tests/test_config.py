@@ -160,6 +160,40 @@ def test_other_users_cannot_rename_runs_whatever_the_umask(tmp_path: Path):
     assert not (tmp_path / "runs").stat().st_mode & 0o002
 
 
+@pytest.mark.parametrize("planted", ["open", "in /tmp", "link", "not sticky"])
+def test_no_run_is_made_where_another_user_can_put_his_own_in_its_place(tmp_path: Path, planted: str):
+    """Its config.json decides what ranks execute, also those that are started later."""
+    if os.getuid() != 0 and planted != "not sticky":
+        pytest.skip("only root can make files of others")
+    runs, theirs = tmp_path / "shared" / "runs", tmp_path / "theirs"
+    theirs.mkdir()
+    runs.parent.mkdir()
+    runs.parent.chmod(0o755 if planted == "open" else 0o1777)
+    if planted == "link":
+        runs.symlink_to(theirs)
+    else:
+        runs.mkdir()
+        runs.chmod({"open": 0o1777, "in /tmp": 0o755, "not sticky": 0o777}[planted])
+    if planted != "not sticky":
+        os.chown(runs, 65534, 65534, follow_symlinks=False)
+    with pytest.raises(UserError, match=r"other users can put runs of theirs in the place of those in .*\(--runs\)"):
+        RunDirectory.create(RunConfig("digits", runs=runs))
+    assert list(theirs.iterdir()) == []
+    RunDirectory.create(RunConfig("digits", runs=runs.parent))
+
+
+def test_a_run_is_made_in_a_folder_of_another_user_of_the_group(tmp_path: Path):
+    """The folder of a project, which one of its members has made for all."""
+    if os.getuid() != 0:
+        pytest.skip("only root can make files of others")
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    runs.chmod(0o2775)
+    os.chown(runs, 65534, os.getgid())
+    tmp_path.chmod(0o1777)
+    RunDirectory.create(RunConfig("digits", runs=runs))
+
+
 def test_numbers_go_on_after_the_highest_and_do_not_mind_other_names(tmp_path: Path):
     for name in ("digits-7", "digits-x", "digits-small-90", "images-99"):
         (tmp_path / name).mkdir()

@@ -29,7 +29,7 @@ from typer.core import TyperCommand
 
 from meshrun.cli.options import REQUIRED, Option, options_of, run_options, to_document
 from meshrun.cli.target import Target, find
-from meshrun.config import RunConfig, RunDirectory, option_fields, read_file, without_secrets
+from meshrun.config import RunConfig, RunDirectory, option_fields, read_file, refuse_exchangeable, without_secrets
 from meshrun.errors import UserError
 
 GENERAL = [
@@ -182,6 +182,7 @@ def _refuse_foreign(path: Path) -> None:
     """
     try:
         found = path.stat()
+        refuse_exchangeable(path.absolute().parent)
     except OSError:  # told by whoever reads it
         return
     is_shared = found.st_mode & stat.S_IWGRP and found.st_gid in (os.getgid(), *os.getgroups())
