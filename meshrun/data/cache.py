@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from meshrun.config import all_can_exchange, made_private
 from meshrun.errors import RunFailed
+from meshrun.files import new_file
 
 Note = Callable[[str], None]
 
@@ -165,6 +166,7 @@ def _copy(path: Path, copy: Path, found: os.stat_result, tell: Note) -> None:
         tell(f"copying {path} ({_readable(found.st_size)}) to {copy.parent} of this node")
     part = copy.with_name(f".{copy.name}.part")
     try:
+        new_file(part, 0o600).close()  # the folder may be open to others, and the file itself need not be
         shutil.copyfile(path, part)
         now = path.stat()
         if (now.st_size, now.st_mtime_ns) != (found.st_size, found.st_mtime_ns):

@@ -156,7 +156,7 @@ class Stage:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._told.begin(name, 0, source.stat().st_size)
-            with source.open("rb") as whence, new_file(part) as where:
+            with source.open("rb") as whence, new_file(part, source.stat().st_mode & 0o666) as where:
                 while chunk := whence.read(CHUNK):
                     where.write(chunk)
                     self._told.advance(len(chunk))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from meshrun.data import cache
+from meshrun.data.sources.once import once
 from meshrun.errors import RunFailed
 from tests.data.forked import forked
 
@@ -43,6 +44,16 @@ def test_one_copy_however_many_ask_for_it(original: Path, tmp_path: Path, places
     assert copy.parent == copies and copy.read_bytes() == original.read_bytes()
     assert [each.name for each in copies.iterdir() if not each.name.startswith(".")] == [copy.name]
     assert places == []
+
+
+def test_what_is_kept_of_a_file_is_for_this_user_alone(original: Path, tmp_path: Path, places: list[str]):
+    """Others could not read the file itself, and may enter the folder."""
+    original.chmod(0o600)
+    cache.use(tmp_path / "node", None, places.append)
+    made = once(original, "a part of it", lambda to: to.write_bytes(b"x") and None)
+    assert made is not None
+    for each in (cache.cached(original), made):
+        assert stat.S_IMODE(each.stat().st_mode) == 0o600
 
 
 def test_a_file_that_was_written_anew_is_copied_anew(original: Path, tmp_path: Path, places: list[str]):

@@ -8,6 +8,7 @@ import io
 import json
 import os
 import socket
+import stat
 import subprocess
 import sys
 import urllib.error
@@ -505,6 +506,14 @@ def test_what_another_has_put_beside_a_file_is_not_written_through(tmp_path: Pat
         stage.copy(tmp_path / "b.bin")
     assert precious.read_text() == "years of work"
     assert [(folder / name).read_bytes() == FILE for name in ("a.bin", "b.bin")] == [True, True]
+
+
+def test_a_copy_is_no_more_open_to_others_than_the_file(tmp_path: Path):
+    for mode in (0o600, 0o644):
+        source = tmp_path / f"file-{mode}"
+        source.touch(mode)
+        copy = Stage(tmp_path / "data").copy(source)
+        assert stat.S_IMODE(copy.stat().st_mode) == mode
 
 
 def test_a_link_in_place_of_the_lock_of_a_folder_is_refused(tmp_path: Path):

@@ -24,6 +24,7 @@ from pathlib import Path
 from meshrun.config import made_private
 from meshrun.data import cache
 from meshrun.data.sources.source import Watched
+from meshrun.files import new_file
 
 _FAILED = b"no room"
 """What stands in a file that could not be made, for those who waited for it."""
@@ -111,6 +112,7 @@ def _make(path: Path, held: int, make: Callable[[Path], None]) -> int:
     """Makes it beside its name, while `held` keeps the others waiting."""
     part = path.with_name(f".{path.name}.part")
     try:
+        new_file(part, 0o600).close()  # the folder may be open to others, and the source need not be
         make(part)
         made = os.open(part, os.O_RDWR)
         fcntl.flock(made, fcntl.LOCK_SH)
