@@ -198,7 +198,7 @@ def test_one_way_is_enough(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyP
     if way == "files":
         monkeypatch.setattr("meshrun.check.doctor.exchange.ask", lambda *_, **__: None)
     answers: list[Any] = [None, None]
-    with Listener("slurm-1.0.0", ports_of("slurm-1.0.0")) as first, Listener("slurm-1.0.0") as second:
+    with Listener("slurm-1.0.0", ports_of("slurm-1.0.0"), size=2) as first, Listener("slurm-1.0.0") as second:
         rounds(folder, [first, second], answers)
     assert answers == [{"sum": [0, 1]}] * 2
 
@@ -209,7 +209,7 @@ def test_what_an_earlier_launch_of_the_same_name_left_is_not_heard(tmp_path: Pat
     (home / "rank-0.json").write_text(json.dumps({"at": ["127.0.0.1"], "port": 9, "token": "old"}))
     (home / "old" / "facts-answer.json").write_text(json.dumps({"answer": {"sum": "old"}, "heard": {"1": "older"}}))
     answers: list[Any] = [None, None]
-    with Listener("slurm-1.0.0", ports_of("slurm-1.0.0")) as first, Listener("slurm-1.0.0") as second:
+    with Listener("slurm-1.0.0", ports_of("slurm-1.0.0"), size=2) as first, Listener("slurm-1.0.0") as second:
         rounds(tmp_path, [first, second], answers)
     assert answers == [{"sum": [0, 1]}] * 2
 
@@ -250,6 +250,17 @@ def test_on_one_machine_the_doctor_hears_this_user_alone_and_no_other_machine():
         question = {"job": "mine", "kind": "time"}
         assert as_nobody(lambda: ask("127.0.0.1", listener.port, question, 1.0)) is None
         assert ask("127.0.0.1", listener.port, question, 1.0) is not None
+
+
+def test_letters_of_no_rank_are_neither_believed_nor_kept():
+    with Listener("slurm-1.0.0", size=2) as listener:
+        letter = {"job": "slurm-1.0.0", "kind": "letter", "rank": 1, "phase": "facts", "token": "x", "document": {}}
+        for wrong in ({"document": None}, {"document": 7}, {"rank": 2}, {"rank": -1}, {"token": 1}, {"phase": 1}):
+            assert ask("127.0.0.1", listener.port, {**letter, **wrong}, 1.0) is None
+        assert not listener.letters
+        for number in range(2 * listener_module.LETTERS + 5):
+            ask("127.0.0.1", listener.port, {**letter, "phase": f"facts-{number}"}, 1.0)
+        assert len(listener.letters) == 2 * listener_module.LETTERS
 
 
 def test_silent_connections_take_a_bounded_number_of_threads(monkeypatch: pytest.MonkeyPatch):

@@ -63,7 +63,7 @@ def examine(world: World, runs: Path, asked: Asked) -> Seen | None:
     # Before any listener of ours is there: this must tell whether somebody else has the port.
     held = held_ports(world, asked.port) if world.rank == 0 else ()
     ports = ports_of(world.job) if world.rank == 0 and world.size > 1 else ()
-    with Listener(world.job, ports, LOOPBACK if world.nodes == 1 else "") as listener:
+    with Listener(world.job, ports, LOOPBACK if world.nodes == 1 else "", world.size) as listener:
         mine = read(world, runs, site, listener.port)
         addresses = [each.address for each in mine.network.interfaces if not is_loopback(each)]
         exchange = Exchange(world, runs, listener, ["127.0.0.1"] if world.nodes == 1 else addresses, asked.timeout)

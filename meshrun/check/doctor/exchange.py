@@ -131,7 +131,7 @@ class Exchange:
         there = set(_listed(folder))
         for rank in self._expected - set(found) - {0}:
             letter = _read(folder / f"{phase}-{rank}.json", there)
-            if letter is not None and "token" in letter and "document" in letter:
+            if letter is not None and "token" in letter and isinstance(letter.get("document"), dict):
                 found[rank] = letter
         return found
 

@@ -26,6 +26,8 @@ from meshrun.store.server import LOOPBACK
 Document = dict[str, Any]
 LONGEST = 16 << 20
 """Bytes of a letter: more than any rank has to say."""
+LETTERS = 32
+"""Letters that are kept of each rank: one a phase."""
 CHUNK = 1 << 18
 
 
@@ -36,11 +38,11 @@ MOST = 256
 class Listener:
     """Answers at an address, on every interface where that is empty, until it is closed."""
 
-    def __init__(self, job: str, ports: Iterable[int] = (), address: str = "") -> None:
-        """`ports` are tried before a free one is taken."""
+    def __init__(self, job: str, ports: Iterable[int] = (), address: str = "", size: int = 1) -> None:
+        """`ports` are tried before a free one is taken; `size` ranks may leave letters."""
         self.letters: dict[tuple[str, int], Document] = {}
         self.answers: dict[str, Document] = {}
-        self._job = job
+        self._job, self._size = job, size
         for port in (*ports, 0):
             with contextlib.suppress(OSError):
                 self._server = _Server((address, port), _Talk)
@@ -65,11 +67,16 @@ class Listener:
                 return {"time": time.time()}
             case "bytes":
                 return {"count": 0}  # of all that follows, until the peer has no more
-            case "letter" if isinstance(asked.get("rank"), int):
-                phase = str(asked.get("phase"))
-                self.letters[phase, asked["rank"]] = asked
-                return {"answer": self.answers.get(phase)}
+            case "letter":
+                match asked:
+                    case {"rank": int(rank), "phase": str(phase), "token": str(), "document": {}} if self._takes(rank):
+                        self.letters[phase, rank] = asked
+                        return {"answer": self.answers.get(phase)}
         return {"error": "not understood"}
+
+    def _takes(self, rank: int) -> bool:
+        """Whether there is such a rank, and room for its letter: strangers may know the job's name."""
+        return 0 <= rank < self._size and len(self.letters) < LETTERS * self._size
 
 
 class _Server(socketserver.ThreadingTCPServer):
