@@ -6,6 +6,7 @@ found_run(slurm, "digits-3", Path("runs"))           # or a run directory, or th
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Sequence
@@ -73,8 +74,9 @@ def _named(slurm: Slurm, which: str, runs: Path) -> Path:
             if run is not None and (run / NAME).is_file():
                 return run
         for path in runs.glob(f"*/{NAME}"):
-            if which in Record.load(path.parent).jobs:
-                return path.parent.absolute()
+            with contextlib.suppress(UserError):  # another run, of a newer version, or damaged by whoever owns it
+                if which in Record.load(path.parent).jobs:
+                    return path.parent.absolute()
     raise UserError(
         f"{which!r} is neither a submitted run in {runs} nor the number of a job of meshrun; meshrun jobs lists them"
     )

@@ -24,7 +24,7 @@ from meshrun.launch.job import WORTH_A_RESTART
 from meshrun.launch.submission import NAME, Submission
 
 FORMAT = 1
-_JOB = re.compile(r"[A-Za-z0-9_.+-]{1,64}")
+_JOB = re.compile(r"[A-Za-z0-9_.+][A-Za-z0-9_.+-]{0,63}")
 KILLED = 128
 """Exit statuses above it are those of processes that a signal has ended: a lost node, or the time limit."""
 

@@ -143,12 +143,21 @@ def test_the_runs_of_a_sweep_say_what_they_have_of_their_own(run: Path):
     assert row.values == "lr=3e-4" and "  lr=3e-4" in row.line()
 
 
-@pytest.mark.parametrize("number", ["1" * 5000, "\u0663", "../7", "", "7\n"])
+@pytest.mark.parametrize("number", ["1" * 5000, "\u0663", "../7", "", "7\n", "--me"])
 def test_a_job_whose_number_no_slurm_gives_is_refused(run: Path, number: str):
     record = recorded(run, "complete", "the training is complete")
     replace(record, jobs=("7", number)).save(run)
     with pytest.raises(UserError, match=r"submission\.json cannot be read: it names the job .*Slurm gives to none"):
         Record.load(run)
+
+
+def test_a_damaged_run_of_another_keeps_nobody_from_finding_a_job_by_its_number(run: Path):
+    record = recorded(run)
+    for path in (run.parent / "a-1", run.parent / "z-1"):
+        path.mkdir()
+        (path / "submission.json").write_text("{")
+    knows_no_job = Slurm(lambda argv, _env: subprocess.CompletedProcess(argv, 0, "", ""))
+    assert listing.found_run(knows_no_job, "7", run.parent) == run and Record.load(run) == record
 
 
 def test_it_is_told_why_a_link_ended_and_which_one_comes(
