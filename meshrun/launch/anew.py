@@ -3,7 +3,8 @@
     run = run_of(config, world, inherited())
 
 torchrun starts lost ranks anew, and Slurm a whole job, with the same words both times: `meshrun run` in them is not to
-begin from nothing. What has the same place in its job, or the same launch of torchrun, leaves a note beside the runs.
+begin from nothing. What has the same place in its job, or the same launch of torchrun, leaves a note beside the runs,
+in a folder of its user: others may have runs there too.
 """
 
 from __future__ import annotations
@@ -11,17 +12,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
 from meshrun import strict_json
 from meshrun.config import RunConfig, RunDirectory, write_json
+from meshrun.errors import printable
 from meshrun.files import read_own
 from meshrun.world import World
 from meshrun.world.slurm import place_in_job, restart_count
 
-FOLDER = ".jobs"
+FOLDER = f".jobs-{os.getuid()}"
 
 
 def run_of(config: RunConfig, world: World, env: Mapping[str, str]) -> RunDirectory:
@@ -35,9 +38,13 @@ def run_of(config: RunConfig, world: World, env: Mapping[str, str]) -> RunDirect
     notes = {config.runs / FOLDER / quote(name, safe=""): start for name, start in starts.items()}
     had = next(filter(None, (_noted(note, start) for note, start in notes.items())), None)
     run = had or RunDirectory.create(config)
-    for note, start in notes.items():
-        note.parent.mkdir(mode=0o700, exist_ok=True)
-        write_json(note, {"run": str(run.path), "start": start}, mode=0o600)
+    try:
+        for note, start in notes.items():
+            note.parent.mkdir(mode=0o700, exist_ok=True)
+            write_json(note, {"run": str(run.path), "start": start}, mode=0o600)
+    except OSError as error:
+        told = f"cannot write in {config.runs / FOLDER} ({error.strerror}), so this command, started anew, begins anew"
+        print(f"meshrun: {printable(told)}", file=sys.stderr, flush=True)
     return run
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from meshrun.config import RunConfig, RunDirectory
-from meshrun.launch.anew import run_of
+from meshrun.launch.anew import FOLDER, run_of
 from meshrun.world import detect
 
 
@@ -56,7 +56,7 @@ def test_the_same_command_twice_in_one_job_makes_two_runs(tmp_path: Path):
 
 def test_outside_of_jobs_every_start_is_a_run_of_its_own(tmp_path: Path):
     assert [started(tmp_path, {}) for _ in range(2)] == ["digits-1", "digits-2"]
-    assert not (tmp_path / ".jobs").exists()
+    assert not (tmp_path / FOLDER).exists()
 
 
 def test_ranks_that_torchrun_starts_anew_go_on_in_their_run(tmp_path: Path):
@@ -85,7 +85,7 @@ def test_notes_are_for_this_user_alone_whatever_the_umask(tmp_path: Path):
         started(tmp_path, JOB)
     finally:
         os.umask(before)
-    (note,) = (tmp_path / ".jobs").iterdir()
+    (note,) = (tmp_path / FOLDER).iterdir()
     assert [each.stat().st_mode & 0o777 for each in (note.parent, note)] == [0o700, 0o600]
 
 
@@ -95,7 +95,7 @@ def test_a_note_or_a_run_of_another_user_is_not_gone_on_with(tmp_path: Path, for
     """Where all may write to the folder of runs: the config.json that a note names decides what is executed."""
     theirs = RunDirectory.create(RunConfig("evil.py", runs=tmp_path / "theirs"))
     assert started(tmp_path, JOB) == "digits-1"
-    (note,) = (tmp_path / ".jobs").iterdir()
+    (note,) = (tmp_path / FOLDER).iterdir()
     note.write_text(json.dumps({"run": str(theirs.path), "start": 0}))
     if foreign == "link":
         note.rename(tmp_path / "note")
@@ -103,3 +103,12 @@ def test_a_note_or_a_run_of_another_user_is_not_gone_on_with(tmp_path: Path, for
     else:
         os.chown(note if foreign == "note" else theirs.path, 12345, -1)
     assert started(tmp_path, again(JOB, 1)) == "digits-2"
+
+
+def test_what_another_user_has_put_in_the_place_of_the_notes_keeps_nobody_from_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / FOLDER).write_text("not yours")
+    assert [started(tmp_path, again(JOB, count)) for count in (0, 1)] == ["digits-1", "digits-2"]
+    told = capsys.readouterr().err
+    assert told.count(f"meshrun: cannot write in {tmp_path / FOLDER} (") == 2 and "begins anew" in told
