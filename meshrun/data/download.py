@@ -14,6 +14,7 @@ import errno
 import hashlib
 import os
 import shutil
+import stat
 import time
 import urllib.error
 import urllib.parse
@@ -74,7 +75,7 @@ def fetch(url: str, path: Path, told: Told, sha256: str | None = None) -> Sum:
     part, note = path.with_name(f".{path.name}.part"), path.with_name(f".{path.name}.part.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
-        if part.is_symlink() or note.is_symlink():  # others may write there, and choose where it leads
+        if not all(map(_is_own, (part, note))):
             _forget(part, note)
         resumed = part.exists()
         found = _attempts(url, part, note, told)
@@ -279,6 +280,15 @@ def _had(part: Path, note: Path) -> str | None:
         return None
     # What no server can have said would be refused as a header, each time anew.
     return same if isinstance(same, str) and same.isascii() and same.isprintable() else None
+
+
+def _is_own(path: Path) -> bool:
+    """False for a link or a file of another user, who would choose where it leads or how the file begins."""
+    try:
+        found = path.lstat()
+    except FileNotFoundError:
+        return True
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.getuid()
 
 
 def _forget(part: Path, note: Path) -> None:

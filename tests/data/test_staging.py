@@ -508,6 +508,16 @@ def test_what_another_has_put_beside_a_file_is_not_written_through(tmp_path: Pat
     assert [(folder / name).read_bytes() == FILE for name in ("a.bin", "b.bin")] == [True, True]
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of others")
+@pytest.mark.parametrize("theirs", [".a.bin.part", ".a.bin.part.json"])
+def test_a_download_does_not_go_on_with_what_another_user_has_begun(tmp_path: Path, server: Server, theirs: str):
+    (tmp_path / ".a.bin.part").write_bytes(b"poison")
+    (tmp_path / ".a.bin.part.json").write_text(json.dumps({"same": f'"{hashlib.md5(FILE).hexdigest()}"'}))
+    os.chown(tmp_path / theirs, 65534, 65534)
+    path = Stage(tmp_path).download(f"{server.url}/a.bin")
+    assert path.read_bytes() == FILE and path.stat().st_uid == 0
+
+
 def test_a_copy_is_no_more_open_to_others_than_the_file(tmp_path: Path):
     for mode in (0o600, 0o644):
         source = tmp_path / f"file-{mode}"
