@@ -558,11 +558,15 @@ def is_private(folder: Path) -> bool:
 
 
 def all_can_exchange(folder: Path) -> Path | None:
-    """A folder above this one in which every user can rename what lies there, and put other things in its place."""
+    """A folder above this one in which other users can rename what lies there, and put other things in its place.
+
+    Every user may write to it, and no sticky bit keeps them from that; or it has one, but belongs to another user.
+    """
     for above in folder.absolute().parents:
         with contextlib.suppress(OSError):
-            mode = above.stat().st_mode
-            if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
+            found = above.stat()
+            is_kept = found.st_mode & stat.S_ISVTX and found.st_uid in (0, os.getuid())
+            if found.st_mode & stat.S_IWOTH and not is_kept:
                 return above
     return None
 

@@ -269,11 +269,16 @@ def test_half_a_copy_of_somebody_who_was_killed_goes_with_the_next_copy(
     assert cache.cached(original).read_bytes() == b"other" and not half.exists()
 
 
-def test_nothing_is_copied_below_a_folder_where_all_users_can_rename_things(
-    original: Path, tmp_path: Path, places: list[str]
+@pytest.mark.parametrize("exposed", ["not sticky", "of another user"])
+def test_nothing_is_copied_below_a_folder_where_other_users_can_rename_things(
+    original: Path, tmp_path: Path, places: list[str], exposed: str
 ):
     (tmp_path / "open" / "mine").mkdir(parents=True)
-    (tmp_path / "open").chmod(0o777)
+    (tmp_path / "open").chmod(0o777 if exposed == "not sticky" else 0o1777)
+    if exposed == "of another user":
+        if os.getuid() != 0:
+            pytest.skip("only root can give a folder to another user")
+        os.chown(tmp_path / "open", 65534, 65534)
     cache.use(tmp_path / "open" / "mine", None, places.append)
     assert cache.cached(original) == original
     assert f"others can rename what is in {tmp_path / 'open'}" in places[0]
