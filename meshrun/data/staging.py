@@ -200,7 +200,7 @@ def staging(folder: Path, told: Told | None = None) -> Iterator[Stage]:
     """A stage that nobody else fills at the same time."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        held = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        held = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o660)
     except OSError as error:
         raise unwritable(folder, error) from error
     try:

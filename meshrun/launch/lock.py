@@ -45,7 +45,7 @@ def lock(run: RunDirectory, note: Callable[[str], None] = lambda _text: None) ->
     path = run.path / NAME
     own = {"host": socket.gethostname(), "pid": os.getpid(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
     with _refused(path):
-        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o660)
     try:
         with _refused(path):
             _take(run, path, file, note)

@@ -508,6 +508,12 @@ def test_what_another_has_put_beside_a_file_is_not_written_through(tmp_path: Pat
     assert [(folder / name).read_bytes() == FILE for name in ("a.bin", "b.bin")] == [True, True]
 
 
+def test_other_users_cannot_hold_the_lock_of_a_folder(tmp_path: Path):
+    """Who can open a file can lock it, also to read only."""
+    with staging.staging(tmp_path):
+        assert not (tmp_path / ".lock").stat().st_mode & 0o007
+
+
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make files of others")
 @pytest.mark.parametrize("theirs", [".a.bin.part", ".a.bin.part.json"])
 def test_a_download_does_not_go_on_with_what_another_user_has_begun(tmp_path: Path, server: Server, theirs: str):

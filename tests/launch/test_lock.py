@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -234,3 +235,15 @@ def test_a_number_that_is_no_process_is_asked_about_nowhere(monkeypatch: pytest.
     monkeypatch.setattr(os, "kill", lambda pid, _signal: asked.append(pid))
     assert not locks._has_died_here({"host": socket.gethostname(), "pid": pid})
     assert asked in ([], [1])
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o002, 0o660), (0o022, 0o640), (0o000, 0o660)])
+def test_the_group_may_take_the_lock_where_the_umask_says_so_and_others_cannot_even_hold_it(
+    run: RunDirectory, umask: int, mode: int
+):
+    before = os.umask(umask)
+    try:
+        with lock(run):
+            assert stat.S_IMODE((run.path / locks.NAME).stat().st_mode) == mode
+    finally:
+        os.umask(before)
