@@ -3,7 +3,7 @@
     finder = BatchFinder(model, experiment)          # a copy of the model without values, made before axes change it
     found = finder.find()                            # once; `finder.failure` says why nothing could be found
     found.calls["blocks.0.dropout"]                  # [Place(dim=1, shape=(32, 1, 64))]: time first, one entry a sample
-    found.outputs                                    # [1]: the dimension of each tensor among the model's outputs
+    found.outputs, found.targets                     # [Place(dim=1, …)]: of each tensor among outputs, and targets
 
 The sizes of tensors alone cannot tell a batch of 32 samples from 32 tokens. So the model's own code is run on fake
 tensors, which have shapes and no values, with 3 and with 5 copies of the first sample: the dimension that grows from a
@@ -16,6 +16,7 @@ two batches that differ in one sample: the entries that differ are that sample's
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import random
@@ -48,8 +49,10 @@ LOOKED_AT = 8
 class BatchDims:
     calls: dict[str, list[Place]]
     """By the name of the module, in the order of its calls."""
-    outputs: list[int | None]
-    """The batch dimension of each tensor among the model's outputs."""
+    outputs: list[Place]
+    """Of each tensor among the model's outputs."""
+    targets: list[Place] | None
+    """Of each tensor among the targets; None where these are no tensors that grow with the batch in one dimension."""
 
 
 @dataclass
@@ -86,77 +89,111 @@ class BatchFinder:
             return None
         sample = _sample(self.experiment, 0)
         model = copy.deepcopy(self.model)
-        batches = [(self.experiment.collate or default_collate)([sample] * size)[0] for size in SIZES]
-        runs: list[tuple[Seen, list[tuple[int, ...]]]] = []
+        batches = [self._collated([sample] * size) for size in SIZES]
+        runs: list[tuple[Seen, list[Tensor]]] = []
         with _fake():
             self.model.to_empty(device="cpu")
-            for inputs in batches:
+            for inputs, _ in batches:
                 seen: Seen = []
                 with recording(self.model, seen):
-                    outputs = call(self.model, inputs)
-                runs.append((seen, [tuple(each.shape) for each in tree_leaves(outputs) if isinstance(each, Tensor)]))
+                    runs.append((seen, _tensors(call(self.model, inputs))))
         (few, few_outputs), (more, more_outputs) = runs
         if [name for name, _ in few] != [name for name, _ in more]:
             raise ValueError("it calls other modules for another number of samples")
         calls: dict[str, list[Place]] = {}
         for (name, shape), (_, larger) in zip(few, more, strict=True):
             calls.setdefault(name, []).append(place_of(shape, larger))
-        if any(place.dim is not None and place.shape[place.dim] > 1 for places in calls.values() for place in places):
-            calls = self._ordered(model, calls, few)
-        return BatchDims(calls, [place_of(*each).dim for each in zip(few_outputs, more_outputs, strict=True)])
+        found = BatchDims(calls, _places(few_outputs, more_outputs), None)
+        with contextlib.suppress(ValueError):
+            found = replace(found, targets=_places(*(_tensors(targets) for _, targets in batches)))
+        places = [place for each in (*calls.values(), found.outputs, found.targets or ()) for place in each]
+        return self._ordered(model, found, few) if any(map(_has_several, places)) else found
 
-    def _ordered(self, model: nn.Module, calls: dict[str, list[Place]], seen: Seen) -> dict[str, list[Place]]:
+    def _collated(self, samples: list[Any]) -> tuple[Any, Any]:
+        inputs, targets = (self.experiment.collate or default_collate)(samples)
+        return inputs, targets
+
+    def _ordered(self, model: nn.Module, found: BatchDims, seen: Seen) -> BatchDims:
         """The places, with the order of a sample's entries where that was found out."""
-        rows = max(math.prod(shape[:-1]) for _, shape in seen)
+        rows = max((math.prod(shape[:-1]) for _, shape in seen), default=1)
         if sum(each.numel() for each in model.parameters()) * rows > MOST_WORK:
-            return calls
+            return found
         try:
             runs = self._with_values(model)
         except Exception:  # values that are none of the model's own may be too strange for its code
-            return calls
-        if runs is None or [name for name, _ in runs[0]] != [name for name, _ in seen]:
-            return calls
-        found: dict[str, list[Place]] = {}
-        for (name, one), (_, other) in zip(*runs, strict=True):
-            place = calls[name][len(found.setdefault(name, []))]
-            found[name].append(replace(place, together=together(place, one, other)))
-        return found
+            return found
+        if runs is None or [name for name, _ in runs[0].calls] != [name for name, _ in seen]:
+            return found
+        one, other = runs
+        calls: dict[str, list[Place]] = {}
+        for (name, few), (_, more) in zip(one.calls, other.calls, strict=True):
+            place = found.calls[name][len(calls.setdefault(name, []))]
+            calls[name].append(replace(place, together=together(place, few, more)))
+        targets = None if found.targets is None else _in_order(found.targets, one.targets, other.targets)
+        return BatchDims(calls, _in_order(found.outputs, one.outputs, other.outputs), targets)
 
-    def _with_values(self, model: nn.Module) -> list[list[tuple[str, Tensor]]] | None:
-        """What dropouts get for two batches that differ in the second of three samples; None without such samples."""
+    def _with_values(self, model: nn.Module) -> list[_Values] | None:
+        """What there is for two batches that differ in the second of three samples; None without such samples."""
         first = _sample(self.experiment, 0)
-        shapes = [each.shape for each in tree_leaves(first) if isinstance(each, Tensor)]
+        shapes = [each.shape for each in _tensors(first)]
         others = (_sample(self.experiment, i) for i in range(1, min(LOOKED_AT, len(self.experiment.train))))
         for other in others:
-            if [each.shape for each in tree_leaves(other) if isinstance(each, Tensor)] == shapes:
+            if [each.shape for each in _tensors(other)] == shapes:
                 break
         else:
             return None
         _fill(model)
         runs = []
         for samples in ([first, first, first], [first, other, first]):
-            inputs = (self.experiment.collate or default_collate)(samples)[0]
+            inputs, targets = self._collated(samples)
             seen: Seen = []
             values: list[Tensor] = []
             own = copy.deepcopy(model)
             with _plain(), recording(own, seen, values):
                 torch.manual_seed(0)
-                call(own, inputs)
-            runs.append([(name, each) for (name, _), each in zip(seen, values, strict=True)])
+                outputs = call(own, inputs)
+            calls = [(name, each) for (name, _), each in zip(seen, values, strict=True)]
+            runs.append(_Values(calls, _tensors(outputs), _tensors(targets)))
         return runs
+
+
+@dataclass(frozen=True)
+class _Values:
+    calls: list[tuple[str, Tensor]]
+    """What dropouts get, by the name of the module."""
+    outputs: list[Tensor]
+    targets: list[Tensor]
+
+
+def _tensors(values: Any) -> list[Tensor]:
+    return [each for each in tree_leaves(values) if isinstance(each, Tensor)]
+
+
+def _places(few: list[Tensor], more: list[Tensor]) -> list[Place]:
+    return [place_of(tuple(one.shape), tuple(other.shape)) for one, other in zip(few, more, strict=True)]
+
+
+def _in_order(places: list[Place], few: list[Tensor], more: list[Tensor]) -> list[Place]:
+    return [replace(place, together=together(place, *each)) for place, *each in zip(places, few, more, strict=True)]
+
+
+def _has_several(place: Place) -> bool:
+    """Whether a sample owns several entries of the batch's dimension."""
+    return place.dim is not None and place.shape[place.dim] > 1
 
 
 def together(place: Place, one: Tensor, other: Tensor) -> int | None:
     """How many entries of a sample are next to each other: None for all, and 0 where they are in no order.
 
-    `one` and `other` are what a dropout gets for two batches of three samples that differ in the second. None also
-    where these do not tell.
+    `one` and `other` are what a dropout gets for two batches of three samples that differ in the second, or outputs or
+    targets of these. None also where these do not tell.
     """
-    if place.dim is None or (each := place.shape[place.dim]) == 1 or one.shape != other.shape:
+    if not _has_several(place) or place.dim is None or one.shape != other.shape:
         return None
+    each = place.shape[place.dim]
     if place.dim >= one.dim() or one.shape[place.dim] != SIZES[0] * each:
         return None
-    differs = (one != other).movedim(place.dim, 0).flatten(1).any(1)
+    differs = (one != other).movedim(place.dim, 0).reshape(one.shape[place.dim], -1).any(1)
     if differs.all() or not differs.any() or bool(one.isnan().any() or other.isnan().any()):
         return None  # samples are mixed, by attention over the batch for example
     index = torch.arange(len(differs))

@@ -235,7 +235,7 @@ def _find_batch(finder: BatchFinder, moment: Moment, at_once: bool) -> None:
             moment.unplaced = finder.failure
         else:
             moment.place(found.calls)
-            moment.outputs = found.outputs
+            moment.outputs, moment.targets = found.outputs, found.targets
 
     if at_once:
         key_functions(nn.Module(), moment)  # dropouts are seen where torch's functions are replaced

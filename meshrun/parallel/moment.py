@@ -124,8 +124,10 @@ class Moment:
     """Traces the model for its batch dimensions; called once, before a model first draws as a function."""
     draws_in_functions: bool = False
     """Whether the model has called a dropout as a function, and so wants the sample ids on its device."""
-    outputs: Sequence[int | None] | None = None
-    """The batch dimension of each tensor among the model's outputs, where that was found out."""
+    outputs: Sequence[Place] | None = None
+    """Where the batch is in each tensor among the model's outputs, where that was found out."""
+    targets: Sequence[Place] | None = None
+    """The same of the targets."""
     in_place: bool = field(init=False, repr=False, default=False)
     """Whether the keys of all steps are one tensor, so that what was recorded of one step reads that of the next."""
     key: Tensor | None = field(init=False, repr=False, default=None)

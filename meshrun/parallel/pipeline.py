@@ -193,8 +193,8 @@ class _Run:
             self._waiting[action.stage, action.piece] = Passed(received, sent)
 
     def _score(self, outputs: Any, piece: Piece, action: Action) -> None:
-        dims = self.pipeline.moment.outputs
-        losses = [counted(outputs, piece, function, dims) for function in self.functions.values()]
+        places = self.pipeline.moment.outputs, self.pipeline.moment.targets
+        losses = [counted(outputs, piece, function, *places) for function in self.functions.values()]
         self.sums += torch.stack([as_sums(each) for each in losses])
         if self.scale is not None:
             self._totals[action.piece] = losses[0].total * self.scale

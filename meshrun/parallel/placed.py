@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from meshrun.errors import WrongTarget
+from meshrun.errors import RunFailed, WrongTarget
 from meshrun.experiment import Loss, in_halves
+from meshrun.parallel.moment import Place
 
 Score = Callable[[Any, Any], Loss]
 Asked = Callable[[], float]
@@ -210,21 +211,21 @@ class PersistentBuffers:
         ]
 
 
-OutputDims = Sequence[int | None]
-"""The batch dimension of each tensor among a model's outputs; None for a tensor that has none."""
+Places = Sequence[Place] | None
+"""Where the batch is in each tensor among a model's outputs, or among the targets, where that is known."""
 
 
-def counted(outputs: Any, piece: Piece, loss: Score, dims: OutputDims | None = None) -> Loss:
-    """The loss of a piece's real rows; `dims` are the outputs' batch dimensions, where they are known."""
+def counted(outputs: Any, piece: Piece, loss: Score, in_outputs: Places = None, in_targets: Places = None) -> Loss:
+    """The loss of a piece's real rows."""
     try:
-        return _counted(outputs, piece, loss, dims)
+        return _counted(outputs, piece, loss, in_outputs, in_targets)
     except WrongTarget as wrong:
         if wrong.row < len(piece.ids):
             raise WrongTarget(wrong.what, wrong.row, f"sample {piece.ids[wrong.row]}") from None
         raise
 
 
-def _counted(outputs: Any, piece: Piece, loss: Score, dims: OutputDims | None) -> Loss:
+def _counted(outputs: Any, piece: Piece, loss: Score, in_outputs: Places, in_targets: Places) -> Loss:
     rows = len(piece.ids)
     if piece.real == rows:
         return loss(outputs, piece.targets)
@@ -233,27 +234,35 @@ def _counted(outputs: Any, piece: Piece, loss: Score, dims: OutputDims | None) -
         floats = [each.sum() for each in tree_leaves(outputs) if isinstance(each, Tensor) and each.is_floating_point()]
         total = torch.stack([each.full_tensor() if hasattr(each, "full_tensor") else each for each in floats]).sum()
         return Loss(total * 0.0, 0)
-    targets = tree_map_only(Tensor, lambda each: _first_rows(each, _dim_of_rows(each, rows), piece.real), piece.targets)
-    return loss(_first_outputs(outputs, dims, piece.real, rows), targets)
+    targets = _first_samples(piece.targets, in_targets, piece.real, rows)
+    return loss(_first_samples(outputs, in_outputs, piece.real, rows), targets)
 
 
-def _first_outputs(outputs: Any, dims: OutputDims | None, real: int, rows: int) -> Any:
-    leaves, structure = tree_flatten(outputs)
+def _first_samples(values: Any, places: Places, real: int, rows: int) -> Any:
+    leaves, structure = tree_flatten(values)
     tensors = [number for number, each in enumerate(leaves) if isinstance(each, Tensor)]
-    known = dims is not None and len(dims) == len(tensors)
-    for place, number in enumerate(tensors):
-        dim = dims[place] if known and dims is not None else _dim_of_rows(leaves[number], rows)
-        leaves[number] = _first_rows(leaves[number], dim, real)
+    known = places if places is not None and len(places) == len(tensors) else [None] * len(tensors)
+    for place, number in zip(known, tensors, strict=True):
+        leaves[number] = _first(leaves[number], place, real, rows)
     return tree_unflatten(leaves, structure)
 
 
-def _dim_of_rows(tensor: Tensor, rows: int) -> int | None:
-    return 0 if tensor.dim() and tensor.shape[0] == rows else None
-
-
-def _first_rows(tensor: Tensor, dim: int | None, real: int) -> Tensor:
+def _first(tensor: Tensor, place: Place | None, real: int, rows: int) -> Tensor:
+    """The entries of the first samples; of a tensor without a place, dim 0 is the batch if it has that many rows."""
+    dim, order = (0, None) if place is None else (place.dim, place.together)
+    if dim is None or (place is None and (not tensor.dim() or tensor.shape[0] != rows)):
+        return tensor
+    if order == 0 or dim >= tensor.dim() or tensor.shape[dim] % (rows * (order or 1)):
+        raise RunFailed(
+            f"of a micro-batch of {rows} samples {real} count, and a tensor of shape {tuple(tensor.shape)} among the "
+            f"outputs or targets does not tell which entries are theirs; let the batch be a dimension of its own, or "
+            f"choose a --batch that leaves no micro-batch with fewer samples"
+        )
+    if tensor.shape[dim] != rows:
+        apart = tensor.unflatten(dim, (-1, rows, order or tensor.shape[dim] // rows))
+        return apart.narrow(dim + 1, 0, real).flatten(dim, dim + 2)
     # Losses take views of what they are given, which wants it in one piece.
-    return tensor if dim is None else tensor.narrow(dim, 0, real).contiguous() if dim else tensor[:real]
+    return tensor.narrow(dim, 0, real).contiguous() if dim else tensor[:real]
 
 
 def as_sums(loss: Loss) -> Tensor:

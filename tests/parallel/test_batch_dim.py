@@ -81,13 +81,32 @@ def test_the_batch_is_found_in_each_call_of_a_dropout_and_in_the_outputs():
     found = finder(Halves(choosy=False)).find()
     assert found is not None
     assert found.calls == {"few": [Place(1, (7, 1, 2))]}
-    assert found.outputs == [1, None]
+    assert found.outputs == [Place(1, (7, 1, 2)), Place(None, ())] and found.targets == [Place(0, (1,))]
 
 
 def test_a_model_that_calls_other_modules_for_more_samples_is_not_taken_for_one_that_does_not():
     looking = finder(Halves(choosy=True))
     assert looking.find() is None
     assert "other modules for another number of samples" in (looking.failure or "")
+
+
+def test_the_order_of_outputs_and_targets_is_found_without_a_dropout():
+    key_functions(nn.Module(), Moment(0))
+
+    def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        inputs, targets = (torch.stack(each, 1) for each in zip(*samples, strict=True))  # (time, batch, …)
+        return inputs, targets.flatten()
+
+    experiment: Any = SimpleNamespace(train=[(torch.ones(4, 2) * i, torch.ones(4) * i) for i in range(2)])
+    for flat, output in ((True, Place(0, (4, 3), together=1)), (False, Place(1, (4, 1, 3)))):
+        model = nn.Sequential(nn.Linear(2, 3), *([nn.Flatten(0, 1)] if flat else []))
+        experiment.collate = collate
+        found = BatchFinder.of(model, experiment).find()
+        assert found is not None
+        assert found.outputs == [output] and found.targets == [Place(0, (4,), together=1)]
+    experiment.collate = lambda samples: (collate(samples)[0], torch.ones(len(samples), len(samples)))
+    found = BatchFinder.of(nn.Linear(2, 3), experiment).find()
+    assert found is not None and found.outputs == [Place(1, (4, 1, 3))] and found.targets is None
 
 
 def test_a_model_is_traced_once(monkeypatch: pytest.MonkeyPatch):

@@ -232,7 +232,7 @@ def test_where_the_batch_is_is_found_for_modules_functions_and_outputs():
     finder = found(Model)
     assert finder.failure is None
     dims = finder.find()
-    assert dims is not None and dims.outputs == [1]
+    assert dims is not None and dims.outputs == [Place(1, (T, 1, D))]
     assert dims.calls["drop"] == [Place(1, (T, 1, D))]
     assert dims.calls[""] == [Place(1, (T, 1, D)), Place(0, (1, 2, T, T)), Place(None, (1, D))]
 
@@ -274,8 +274,8 @@ def test_rows_that_only_fill_a_micro_batch_up_are_left_out_of_time_first_outputs
         shown.append((found, targets))
         return Loss(found.view(-1).sum(), targets.numel())
 
-    for dims in ([1], [0], None):
-        counted(outputs, piece, loss, dims)
+    for places in ([Place(1, (2, 1, 3))], [Place(0, (1, 2, 3))], None):
+        counted(outputs, piece, loss, places)
     first, second, unknown = shown
     assert torch.equal(first[0], outputs[:, :1]) and len(first[1]) == 1
     assert torch.equal(second[0], outputs[:1]) and torch.equal(unknown[0], outputs[:1])

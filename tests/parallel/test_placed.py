@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from meshrun import Loss
-from meshrun.errors import WrongTarget
+from meshrun.errors import RunFailed, WrongTarget
+from meshrun.parallel.moment import Place
 from meshrun.parallel.placed import PersistentBuffers, Piece, Shard, counted, norms, persistent_buffers
+
+ALL = Place(0, (1,))
 
 
 def piece(targets: Any, rows: int, real: int) -> Piece:
@@ -31,8 +34,39 @@ def test_what_has_no_row_for_each_sample_is_left_whole_with_the_rows_that_count(
 
 
 def test_dimensions_of_another_number_of_outputs_are_not_used():
-    found = counted(torch.ones(3, 2), piece(torch.zeros(3), rows=3, real=1), all_of_it, [1, 0])
+    found = counted(torch.ones(3, 2), piece(torch.zeros(3), rows=3, real=1), all_of_it, [Place(1, (3, 1)), ALL])
     assert (found.total.item(), found.count) == (2.0, 1)
+
+
+def test_of_entries_in_any_order_those_of_the_samples_that_count_are_left():
+    shown: list[tuple[Tensor, Tensor]] = []
+
+    def loss(outputs: Tensor, targets: Tensor) -> Loss:
+        shown.append((outputs, targets))
+        return Loss(outputs.sum(), 1)
+
+    names = torch.tensor([[0, 10, 20], [1, 11, 21]])  # (time, batch)
+    by_time, by_sample = names.flatten(), names.t().flatten()
+    several = Place(0, (2,))
+    for outputs, place, targets, of_targets in (
+        (names, Place(1, (2, 1)), by_time, Place(0, (2,), together=1)),
+        (by_sample, several, names[0], Place(0, (1,))),
+        (by_sample, several, by_sample.repeat(2), Place(0, (4,), together=2)),
+        (names[:, 0], Place(None, (2,)), names, None),
+    ):
+        counted(outputs, piece(targets, rows=3, real=2), loss, [place], [of_targets] if of_targets else None)
+    assert [each.tolist() for pair in shown for each in pair] == [
+        *([[0, 10], [1, 11]], [0, 10, 1, 11]),
+        *([0, 1, 10, 11], [0, 10]),
+        *([0, 1, 10, 11], [0, 1, 10, 11] * 2),
+        *([0, 1], names.tolist()),
+    ]
+
+
+def test_entries_in_no_order_are_refused_where_not_all_samples_count():
+    for place in (Place(0, (2,), together=0), Place(0, (2,), together=4), Place(1, (6, 1))):
+        with pytest.raises(RunFailed, match=r"of 3 samples 2 count, and a tensor of shape \(6,\) .*--batch"):
+            counted(torch.ones(6), piece(torch.ones(3), rows=3, real=2), all_of_it, [place])
 
 
 def test_rows_that_only_fill_up_count_nothing_and_have_no_gradient_but_are_reached_by_the_backward_pass():
