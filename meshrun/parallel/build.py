@@ -24,6 +24,7 @@ in `decide.py`, and values come from `values.py`.
 from __future__ import annotations
 
 import copy
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -220,6 +221,8 @@ def _same_numbers(model: nn.Module, moment: Moment, part: Part | None = None) ->
     key_dropouts(model, moment)
     key_attentions(model, moment)
     key_functions(model, moment, part)
+    if "torch._dynamo" in sys.modules:  # the model's own code may have asked torch to compile parts of it
+        compiled.leave_draws()
     replay_checkpoints(moment)
     if any(isinstance(each, nn.TransformerEncoderLayer) for each in model.modules()):
         # Its kernel for evaluation rounds differently and bypasses what axes do to its modules.

@@ -117,13 +117,7 @@ def _prepare(asked: bool) -> None:
     import torch._functorch.config
     import torch._inductor.config
 
-    # torch notes which of its functions are part of graphs as they are; what stands in their place is compiled like
-    # any other code.
-    rules = torch._dynamo.trace_rules.get_torch_obj_rule_map()
-    for replacement, own in replacements().items():
-        if replacement in rules:
-            rules[own] = rules.pop(replacement)
-    leave_uncompiled(torch._dynamo.disable)
+    leave_draws()
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, GRAPHS)
     # What nobody has asked for must not end a training: what cannot be compiled is computed as it is written.
     torch._dynamo.config.suppress_errors = not asked
@@ -135,6 +129,19 @@ def _prepare(asked: bool) -> None:
         torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     for name in _CACHEABLE:
         torch._inductor.config.unsafe_marked_cacheable_functions.setdefault(name, torch.__version__)
+
+
+def leave_draws() -> None:
+    """Have torch's compiler leave draws by sample alone, also where a model's own code asks it to compile something."""
+    import torch._dynamo
+
+    # torch notes which of its functions are part of graphs as they are; what stands in their place is compiled like
+    # any other code.
+    rules = torch._dynamo.trace_rules.get_torch_obj_rule_map()
+    for replacement, own in replacements().items():
+        if replacement in rules:
+            rules[own] = rules.pop(replacement)
+    leave_uncompiled(torch._dynamo.disable)
 
 
 def apply(segments: Sequence[nn.Module], asked: bool) -> Code:

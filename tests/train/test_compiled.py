@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import json
 import os
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from torch._functorch._aot_autograd.autograd_cache import check_cacheable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshrun import Here, mesh
-from meshrun.parallel import choose, compiled, inductor
+from meshrun.parallel import choose, compiled, functional, inductor
 from meshrun.parallel.choose import Ways
 from meshrun.parallel.how import How
 from meshrun.parallel.recompute import Recomputing
@@ -246,6 +247,36 @@ class Roomy:
         self.allocated, self.peak = (lambda: 0), (lambda: 1)
         self.budget = lambda: room
         self.is_recording = lambda: False
+
+
+class Compiling(nn.Module):
+    """A model that asks torch by itself to compile what it does."""
+
+    def __init__(self, compiles: bool) -> None:
+        super().__init__()
+        self.linear, self.compute = nn.Linear(5, 3), self.dropped
+        if compiles:
+            self.compute = torch.compile.func(self.dropped, backend=without_words)  # type: ignore[attr-defined]
+
+    def dropped(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(self.linear(x).relu(), 0.5, self.training) + 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.compute(x)
+
+
+def without_words(graph: torch.fx.GraphModule, _: object) -> object:
+    """A compiler that cannot make the words of 64 bits by which samples draw, as Inductor cannot on a CPU."""
+    assert not any(node.target is torch.full for node in graph.graph.nodes)
+    return graph.forward
+
+
+def test_draws_in_what_a_model_compiles_by_itself_are_left_to_samples(alone: Here, monkeypatch: pytest.MonkeyPatch):
+    for name in ("drop", "drop_weights"):
+        monkeypatch.setattr(functional.Site, name, inspect.unwrap(getattr(functional.Site, name)))
+    plain, found = (Trainer(small(20, 6, model=functools.partial(Compiling, each)), alone) for each in (False, True))
+    list(plain.steps()), list(found.steps())
+    assert found.totals.losses == plain.totals.losses
 
 
 def no_compiler(*_: object) -> None:
