@@ -72,8 +72,8 @@ def _by_layer(function: Callable[..., Any], *arguments: Any) -> Any:
     for layer in range(layers):
         if layer:
             rows = input if batch_first else input.transpose(0, 1)
-            # A row for each sample, so that nobody takes the time for the batch.
-            rows = functional.dropout(rows.flatten(1), p).view(rows.shape)
+            # A row for each sample, so that nobody takes the time, or what a sample has, for the batch.
+            rows = functional.dropout(rows.flatten(1)[:, None], p).view(rows.shape)
             input = rows if batch_first else rows.transpose(0, 1)
         of_layer = slice(layer * directions, (layer + 1) * directions)
         own = tuple(state[of_layer].contiguous() for state in states) if every else states[of_layer].contiguous()

@@ -35,6 +35,13 @@ def test_layers_one_by_one_compute_what_all_layers_compute(
     torch.testing.assert_close(found_last, last)
 
 
+def test_between_layers_only_the_first_dim_can_be_the_batch(monkeypatch: pytest.MonkeyPatch):
+    shapes = []
+    monkeypatch.setattr(F, "dropout", lambda input, _: shapes.append(input.shape) or input)
+    nn.LSTM(3, 4, num_layers=2, dropout=0.5)(torch.ones(6, 2, 3))
+    assert shapes == [(2, 1, 24)], "24 features could be twelve of each sample"
+
+
 def test_packed_sequences_and_single_layers_stay_torchs_own(monkeypatch: pytest.MonkeyPatch):
     def refuse(*arguments: Any) -> Tensor:
         raise AssertionError(arguments)
