@@ -221,7 +221,7 @@ def attention(
 ) -> Tensor:
     """`F.scaled_dot_product_attention`, with dropout by sample."""
     site = None
-    if dropout_p > 0 and not query.is_meta:
+    if 0 < dropout_p < 1 and not query.is_meta:
         site = _site((*query.shape[:-1], key.shape[-2]), query)
     if isinstance(site, Site) and site.moment.positions is None:  # cp refuses dropout in attention, in its own words
         weights = attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)

@@ -98,7 +98,8 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
     if dim is None:
         _warn_of_rank_dropout(input, "dropout")
         return _before["dropout"](input, p, training, inplace)
-    return _dropped_at(dim, input, p)
+    output = _dropped_at(dim, input, p)
+    return input.copy_(output) if inplace else output
 
 
 def _dropped_at(dim: int, input: Tensor, p: float) -> Tensor:
@@ -119,7 +120,8 @@ def _channel_dropout(name: str, *dims: int) -> Callable[..., Tensor]:
         _warn_of_several_rows(input.shape)
         channels = input.shape[:2]
         kept = keeps(_words(input.device), *_rows_and_columns(channels, input.device), p)
-        return dropped(input, kept.view(*channels, *[1] * (input.dim() - 2)), p)
+        output = dropped(input, kept.view(*channels, *[1] * (input.dim() - 2)), p)
+        return input.copy_(output) if inplace else output
 
     return dropout
 

@@ -249,6 +249,11 @@ def test_time_first_tensors_draw_what_batch_first_ones_do_whatever_their_sizes()
     assert torch.equal(run(later, torch.ones(B, B, D)), whole.transpose(0, 1))
 
 
+def test_attention_that_drops_all_weights_gives_zeros():
+    model = keyed(lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=1.0))
+    assert not run(model, torch.ones(B, H, T, D)).any()
+
+
 def test_a_tensor_that_all_samples_share_is_dropped_alike_on_every_rank():
     model = keyed(lambda x: F.dropout(x, 0.4))
     model.moment.place({"": [Place(None, (B, D))]})

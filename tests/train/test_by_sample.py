@@ -97,6 +97,14 @@ def test_every_forward_pass_drops_others_and_the_seed_decides_which():
     assert torch.equal(F.dropout(x, 0.5), first)
 
 
+@pytest.mark.parametrize(("name", "shape"), [("dropout", (6, 50)), ("dropout1d", (6, 50, 2))])
+def test_dropout_in_place_writes_in_place(name: str, shape: tuple[int, ...]):
+    compute_on(IDS)
+    x = torch.ones(shape)
+    output = getattr(F, name)(x, 0.5, True, True)
+    assert output is x and 0 < (x == 0).sum() < x.numel()
+
+
 def test_recomputed_activations_drop_the_same():
     compute_on(IDS)
     x = torch.ones(6, 50, requires_grad=True)
