@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -38,26 +39,29 @@ def _is_time(value: Any) -> bool:
 class LineFile:
     """Appends lines; each is one write, so that a reader or a crash never sees the middle of a line as its end.
 
-    Lines that a full or read-only disk refuses wait in memory, and are written as soon as it takes them again.
+    Threads may share it. Lines that a full or read-only disk refuses wait in memory, and are written as soon as it
+    takes them again.
     """
 
     def __init__(self, path: Path) -> None:
         self._path, self._waiting = path, deque[bytes]()
         self._file: io.FileIO | None = None
+        self._writing = threading.RLock()
         self.lost = 0
         """Lines that were given up, since too many waited."""
         self.flush()
 
     def add(self, line: bytes) -> None:
-        if len(self._waiting) < MOST_WAITING:
-            self._waiting.append(line + b"\n")
-        else:
-            self.lost += 1
-        self.flush()
+        with self._writing:
+            if len(self._waiting) < MOST_WAITING:
+                self._waiting.append(line + b"\n")
+            else:
+                self.lost += 1
+            self.flush()
 
     def flush(self) -> bool:
         """Write what waits; whether all lines are in the file now."""
-        try:
+        with self._writing, contextlib.suppress(OSError):
             file = self._file or self._open()
             while self._waiting:
                 line = self._waiting[0]
@@ -66,9 +70,8 @@ class LineFile:
                     self._waiting[0] = line[written:]
                     return False
                 self._waiting.popleft()
-        except OSError:
-            return False
-        return True
+            return True
+        return False
 
     def _open(self) -> io.FileIO:
         self._path.parent.mkdir(exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -9,8 +10,10 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -137,6 +140,25 @@ def test_a_line_that_a_full_disk_has_cut_is_gone_on_with_and_not_written_twice(p
         signal.signal(signal.SIGXFSZ, ignored)
     lines.add(b"later")
     assert path.read_text() == "0123456789\nabcdefghijklmnopqrst\nlater\n"
+
+
+def test_a_line_that_another_thread_adds_meanwhile_is_written_once_and_loses_none(path: Path):
+    lines = LineFile(path)
+    others: list[threading.Thread] = []
+
+    class Slow(io.FileIO):
+        def write(self, line: Any) -> int:
+            if not others:
+                others.append(threading.Thread(target=lines.add, args=(b"other",)))
+                others[0].start()
+                others[0].join(0.05)
+            return super().write(line)
+
+    lines._file = Slow(path, "a")
+    lines.add(b"first")
+    others[0].join()
+    lines.close()
+    assert path.read_text() == "first\nother\n"
 
 
 def test_a_pipe_in_the_place_of_events_is_refused_instead_of_waited_for(tmp_path: Path):
