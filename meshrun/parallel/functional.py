@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -51,10 +51,6 @@ _KINDS: dict[str, type[Keyed]] = {
     "dropout3d": KeyedDropout3d,
 }
 _attention_without_dropout: Callable[..., Tensor] = functional.scaled_dot_product_attention
-
-
-class Drops(Protocol):
-    def drop(self, input: Tensor, p: float) -> Tensor: ...
 
 
 class Site:
