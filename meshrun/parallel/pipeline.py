@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from meshrun.mesh import Here
 from meshrun.parallel.later import Later
 from meshrun.parallel.moment import Moment
-from meshrun.parallel.placed import TYPES, Piece, Score, as_sums, counted
+from meshrun.parallel.placed import TYPES, Piece, Score, as_sums, counted, refuse_unclear
 from meshrun.parallel.schedule import Action, orders
 
 _MOST_TENSORS, _MOST_DIMS = 8, 6
@@ -193,8 +193,10 @@ class _Run:
             self._waiting[action.stage, action.piece] = Passed(received, sent)
 
     def _score(self, outputs: Any, piece: Piece, action: Action) -> None:
-        places = self.pipeline.moment.outputs, self.pipeline.moment.targets
-        losses = [counted(outputs, piece, function, *places) for function in self.functions.values()]
+        moment, functions = self.pipeline.moment, self.functions.values()
+        if moment.unplaced is not None and moment.batch_dim != 0:
+            refuse_unclear(outputs, piece, moment.unplaced)
+        losses = [counted(outputs, piece, each, moment.outputs, moment.targets) for each in functions]
         self.sums += torch.stack([as_sums(each) for each in losses])
         if self.scale is not None:
             self._totals[action.piece] = losses[0].total * self.scale

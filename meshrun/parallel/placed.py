@@ -238,6 +238,21 @@ def _counted(outputs: Any, piece: Piece, loss: Score, in_outputs: Places, in_tar
     return loss(_first_samples(outputs, in_outputs, piece.real, rows), targets)
 
 
+def refuse_unclear(outputs: Any, piece: Piece, why: str) -> None:
+    """Refuse to count some rows of a piece where dim 1 may be the batch, and `why` the model does not tell."""
+    rows = len(piece.ids)
+    if piece.real in (0, rows):
+        return
+    for tensor in tree_leaves((outputs, piece.targets)):
+        if isinstance(tensor, Tensor) and tensor.dim() > 1 and tensor.shape[1] == rows:
+            raise RunFailed(
+                f"of a micro-batch of {rows} samples {piece.real} count, and of a tensor of shape "
+                f"{tuple(tensor.shape)} among the outputs or targets dim 1 may be the batch; the model does not tell, "
+                f"because {why}: choose a --batch that leaves no micro-batch with fewer samples, or say with "
+                f"Experiment(batch_dim=0) that it is dim 0"
+            )
+
+
 def _first_samples(values: Any, places: Places, real: int, rows: int) -> Any:
     leaves, structure = tree_flatten(values)
     tensors = [number for number, each in enumerate(leaves) if isinstance(each, Tensor)]

@@ -6,10 +6,15 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from meshrun import Loss
+from meshrun.errors import RunFailed
+from meshrun.parallel.moment import Place
 from meshrun.parallel.pipeline import Lane, Passed, _from_header, _header, _rounds, _Run
+from meshrun.parallel.placed import Piece
 from meshrun.parallel.schedule import Action
 
 
@@ -62,3 +67,16 @@ def test_gradients_from_the_next_stage_go_through_what_depends_on_parameters():
     run._incoming = {"B": SimpleNamespace(take=lambda *_: (torch.tensor([1.0, 5.0]), torch.zeros(1)))}
     run.backward(Action("B", 1, 0), last=False)
     assert sent[0][2][0].tolist() == [2.0, 10.0]
+
+
+def test_the_last_stage_counts_no_samples_of_which_it_does_not_know_where_they_are():
+    run, _ = run_of(stages=2)
+    run.functions, run.scale, run.sums = {"loss": lambda out, _: Loss(out.sum(), 2)}, None, torch.zeros(1, 2).double()
+    outputs, piece = torch.ones(4, 3, 2), Piece(None, torch.ones(4, 3), ids=[0, 1, 2], real=2)  # (time, batch, …)
+    places = [Place(1, (4, 1, 2))], [Place(1, (4, 1))]
+    run.pipeline.moment = SimpleNamespace(unplaced="it looks at values", batch_dim=None, outputs=None, targets=None)
+    with pytest.raises(RunFailed, match="dim 1 may be the batch; the model does not tell, because it looks at values"):
+        run._score(outputs, piece, Action("F", 1, 0))
+    run.pipeline.moment = SimpleNamespace(unplaced=None, batch_dim=None, outputs=places[0], targets=places[1])
+    run._score(outputs, piece, Action("F", 1, 0))
+    assert run.sums.tolist() == [[16, 2]], "two samples of four steps and two features"

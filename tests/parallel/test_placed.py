@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from meshrun import Loss
 from meshrun.errors import RunFailed, WrongTarget
 from meshrun.parallel.moment import Place
-from meshrun.parallel.placed import PersistentBuffers, Piece, Shard, counted, norms, persistent_buffers
+from meshrun.parallel.placed import PersistentBuffers, Piece, Shard, counted, norms, persistent_buffers, refuse_unclear
 
 ALL = Place(0, (1,))
 
@@ -67,6 +67,14 @@ def test_entries_in_no_order_are_refused_where_not_all_samples_count():
     for place in (Place(0, (2,), together=0), Place(0, (2,), together=4), Place(1, (6, 1))):
         with pytest.raises(RunFailed, match=r"of 3 samples 2 count, and a tensor of shape \(6,\) .*--batch"):
             counted(torch.ones(6), piece(torch.ones(3), rows=3, real=2), all_of_it, [place])
+
+
+def test_sizes_that_fit_dim_1_are_refused_where_not_all_samples_count():
+    with pytest.raises(RunFailed, match=r"3 samples 2 count, .* shape \(4, 3\) .* because it looks at values: choose"):
+        refuse_unclear((torch.ones(3, 2), torch.ones(3)), piece(torch.ones(4, 3), rows=3, real=2), "it looks at values")
+    for real in (0, 3):
+        refuse_unclear(torch.ones(3, 3), piece(torch.ones(3), rows=3, real=real), "it looks at values")
+    refuse_unclear(torch.ones(3, 2), piece(torch.ones(3, 4), rows=3, real=2), "it looks at values")
 
 
 def test_rows_that_only_fill_up_count_nothing_and_have_no_gradient_but_are_reached_by_the_backward_pass():
