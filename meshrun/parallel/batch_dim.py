@@ -20,6 +20,7 @@ import contextlib
 import copy
 import math
 import random
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -63,6 +64,8 @@ class BatchFinder:
     experiment: Experiment
     failure: str | None = None
     """Why the model could not be traced."""
+    alone: frozenset[str] = frozenset()
+    """Names of modules that drop for each sample by itself."""
     _found: BatchDims | None = field(default=None, init=False)
     _tried: bool = field(default=False, init=False)
 
@@ -99,6 +102,7 @@ class BatchFinder:
                     runs.append((seen, _tensors(call(self.model, inputs))))
         (few, few_outputs), (more, more_outputs) = runs
         if [name for name, _ in few] != [name for name, _ in more]:
+            self.alone = _once_a_sample(few, more)
             raise ValueError("it calls other modules for another number of samples")
         calls: dict[str, list[Place]] = {}
         for (name, shape), (_, larger) in zip(few, more, strict=True):
@@ -163,6 +167,12 @@ class _Values:
     """What dropouts get, by the name of the module."""
     outputs: list[Tensor]
     targets: list[Tensor]
+
+
+def _once_a_sample(few: Seen, more: Seen) -> frozenset[str]:
+    """The modules whose calls grow with the number of samples."""
+    counts, others = (Counter(name for name, _ in seen) for seen in (few, more))
+    return frozenset(name for name in counts if counts[name] * SIZES[1] == others[name] * SIZES[0])
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -235,7 +235,7 @@ def _find_batch(finder: BatchFinder, moment: Moment, at_once: bool) -> None:
     def locate() -> None:
         found = finder.find()
         if found is None:
-            moment.unplaced = finder.failure
+            moment.unplaced, moment.alone = finder.failure, finder.alone
         else:
             moment.place(found.calls)
             moment.outputs, moment.targets = found.outputs, found.targets

@@ -83,6 +83,11 @@ class Keyed(nn.Module):
         moment = self.moment
         if moment.ids is None:
             raise RunFailed(f"the module '{self.name}' draws random numbers by sample, but nobody said which ones: ids")
+        if moment.alone and moment.batch_dim is None and self.name in moment.alone:
+            raise RunFailed(
+                f"'{self.name or 'the model'}' drops for one sample after the other, and nothing says which one a "
+                f"tensor of shape {tuple(x.shape)} belongs to; let it compute all samples of a batch at once"
+            )
         assert moment.key is not None
         word = moment.key + call.word
         if word.device.type != "cpu":  # a single number of the host goes with tensors of any device

@@ -120,6 +120,8 @@ class Moment:
     """Which of dims 0 and 1 the user says is the batch, where only sizes can tell and both would fit."""
     unplaced: str | None = None
     """Why the model could not be traced for its batch dimensions: where sizes fit two, a dropout refuses to guess."""
+    alone: frozenset[str] = frozenset()
+    """Names of modules that drop for each sample by itself, as far as tracing has found out."""
     locate: Callable[[], None] | None = None
     """Traces the model for its batch dimensions; called once, before a model first draws as a function."""
     draws_in_functions: bool = False

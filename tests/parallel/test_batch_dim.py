@@ -90,6 +90,28 @@ def test_a_model_that_calls_other_modules_for_more_samples_is_not_taken_for_one_
     assert "other modules for another number of samples" in (looking.failure or "")
 
 
+class OneByOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop, self.last = Dropped(), Dropped()
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.last(torch.stack([self.drop(sample) for sample in x]))
+        return found
+
+
+def test_a_dropout_of_one_sample_after_the_other_is_refused_whatever_the_sizes():
+    looking, moment, model = finder(OneByOne()), Moment(0), OneByOne()
+    assert looking.find() is None and looking.alone == {"drop"}
+    key_functions(model, moment)
+    moment.unplaced, moment.alone = looking.failure, looking.alone
+    moment.step, moment.ids = 1, torch.arange(2)
+    with pytest.raises(RunFailed, match=r"'drop' drops for one sample after the other, .* shape \(4, 3\)"):
+        model(torch.ones(2, 4, 3))
+    moment.batch_dim = 0
+    model(torch.ones(2, 4, 3))  # as the user says
+
+
 def test_the_order_of_outputs_and_targets_is_found_without_a_dropout():
     key_functions(nn.Module(), Moment(0))
 
