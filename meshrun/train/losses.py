@@ -20,10 +20,12 @@ from meshrun.parallel.vocabulary import over_vocabulary, split_cross_entropy
 
 
 def cross_entropy(outputs: Tensor, targets: Tensor) -> Loss:
-    """Over classes: outputs (N, classes), targets (N) of class numbers."""
-    if not (targets.is_floating_point() and targets.shape == outputs.shape):  # shares of all classes are fine too
-        _refuse_no_classes(targets, outputs.shape[min(1, outputs.dim() - 1)], -100)
-    return Loss(_entropies(outputs, targets, -100), targets.numel())
+    """Over classes: outputs (N, classes), targets (N) of numbers or (N, classes) of shares; -100 does not count."""
+    classes = outputs.shape[min(1, outputs.dim() - 1)]
+    if targets.is_floating_point() and targets.shape == outputs.shape:  # shares of all classes
+        return Loss(_entropies(outputs, targets, -100), targets.numel() // classes)
+    _refuse_no_classes(targets, classes, -100)
+    return Loss(_entropies(outputs, targets, -100), (targets != -100).sum())
 
 
 @over_vocabulary

@@ -44,8 +44,15 @@ def test_targets_that_are_no_classes_are_refused_with_their_row(logits: Tensor):
         cross_entropy(logits[:3], torch.tensor([0.0, 1.0, 2.0]))
     with pytest.raises(UserError, match=r"row 1 of a batch is 9;"):
         token_cross_entropy(torch.randn(2, 3, 4), torch.tensor([[0, -100, 1], [2, 9, 0]]))
-    shares = logits.detach().softmax(1)
-    assert torch.isfinite(cross_entropy(logits, shares).total), "shares of all classes are no numbers of classes"
+
+
+def test_shares_of_classes_and_targets_that_do_not_count_have_the_mean_that_torch_has(logits: Tensor):
+    shares = torch.roll(logits.detach(), 1, 0).softmax(1)
+    assert mean(cross_entropy(logits, shares)) == pytest.approx(F.cross_entropy(logits, shares).item(), rel=1e-6)
+    some = CLASSES.masked_fill(torch.arange(10) > 6, -100)
+    loss = cross_entropy(logits, some)
+    assert loss.count == 7
+    assert mean(loss) == pytest.approx(F.cross_entropy(logits, some).item(), rel=1e-6)
 
 
 def test_token_cross_entropy_counts_only_tokens_that_are_not_ignored():
