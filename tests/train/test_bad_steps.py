@@ -194,6 +194,9 @@ def test_a_jump_is_judged_from_enough_losses_on_and_at_the_limit_is_none():
     found = watching.judge(1.21, 1.0, even)
     assert found == Verdict("stop", "the loss jumps to 1.21 from a median of 1 (--spike)")
     assert watching.judge(1.21, 1.0, even[1:]) is None
+    uneven, narrow = [0.9, 1.1] * ENOUGH, Policy(on_spike="stop", spike=2.0)
+    assert narrow.judge(1.29, 1.0, uneven) is None, "0.1 in the median is a deviation of 0.148"
+    assert narrow.judge(1.3, 1.0, uneven) is not None
 
 
 def test_numbers_are_looked_at_before_an_update_only_where_it_may_be_left_out():

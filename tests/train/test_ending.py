@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from meshrun import Here, mesh
 from meshrun.config import RunConfig, RunDirectory
+from meshrun.errors import RunFailed
 from meshrun.layout import parse
 from meshrun.train.deadline import Deadline, deadline_of
-from meshrun.train.ending import Ending, Signals
+from meshrun.train.ending import Ending, Signals, begin_anew
 from meshrun.train.interval import Every
 from meshrun.train.loop import Stopped, Trainer
 from meshrun.train.recovery import Keeping
@@ -309,12 +311,22 @@ def test_time_is_kept_for_two_steps_of_the_longest_kind_and_twice_the_last_check
     assert needed(trainer, tmp_path) == pytest.approx(2 * 0.5 + 2 * 30.0)
     # Until an evaluation was measured, each of its batches counts as a step: 17 samples are 3 batches of 8.
     assert needed(trainer, tmp_path, evaluates=True) == pytest.approx(2 * 0.5 + 3 * 0.5 + 2 * 30.0)
+    trainer.here = replace(alone, device=torch.device("cuda"))  # where the numbers of a step are seen one step later
+    assert needed(trainer, tmp_path) == pytest.approx(3 * 0.5 + 2 * 30.0)
 
 
-def test_before_the_first_checkpoint_time_is_kept_for_one_of_unknown_length(alone: Here, tmp_path: Path):
+def test_before_the_first_checkpoint_time_is_kept_for_one_of_unknown_length(
+    alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     trainer = keeping_trainer(alone, tmp_path)
     unknown = Deadline(0.0, 1000.0).unknown_checkpoint
     assert unknown >= 1 and needed(trainer, tmp_path) == pytest.approx(2 * 0.5 + unknown, rel=0.05)
+    # A disk that takes a thousandth of the weights in a second: these and two moments come, and that twice.
+    size = sum(each.parameter.numel() * 4 for each in trainer.placed.shards)
+    monkeypatch.setattr("meshrun.train.ending._bytes_a_second", lambda _: size / 1000)
+    assert needed(trainer, tmp_path) == pytest.approx(2 * 0.5 + 6000)
+    trainer.placed.shards = [replace(each, holders=(0, 1)) for each in trainer.placed.shards]
+    assert needed(trainer, tmp_path) == pytest.approx(2 * 0.5 + 3000), "each of two ranks writes half of what both have"
 
 
 def test_slurm_is_asked_again_before_the_time_has_come_and_a_limit_that_was_extended_holds(alone: Here, tmp_path: Path):
@@ -431,6 +443,26 @@ def test_rank_0_alone_looks_for_the_stop_file(alone: Here, tmp_path: Path, rank:
     ending = Ending(trainer, run, Signals(), Deadline(time.time() - 100, time.time() - 50))
     assert ending.asked(False) == float(rank == 0)
     assert (ending._deadline is None) == (rank == 1)
+
+
+def test_a_run_whose_directory_is_gone_twice_in_a_row_ends(alone: Here, tmp_path: Path):
+    ending = Ending(keeping_trainer(alone, tmp_path), RunDirectory(tmp_path), Signals(), None)
+    ending._refuse_deleted()
+    (tmp_path / "config.json").touch()
+    ending._refuse_deleted()
+    (tmp_path / "config.json").unlink()
+    ending._refuse_deleted()
+    with pytest.raises(RunFailed, match=r"was deleted, moved or unmounted while the run trained \(step 0\)"):
+        ending._refuse_deleted()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_was_asked_of_the_run_before_is_forgotten_but_where_its_launcher_goes_on(tmp_path: Path, again: bool):
+    run = RunDirectory(tmp_path)
+    for path in (run.stop_file, run.stopped_file):
+        path.touch()
+    begin_anew(run, again)
+    assert (run.stop_file.exists(), run.stopped_file.exists()) == (again, False)
 
 
 def test_slurm_is_asked_once_about_an_end_that_stays(alone: Here, tmp_path: Path):

@@ -17,7 +17,7 @@ from meshrun import Here, RunFailed, UserError, mesh
 from meshrun.data.order import Order
 from meshrun.state.memory import memory_files
 from meshrun.train.interval import Every, parse
-from meshrun.train.keeper import LAST_SAVE, Keeper, _weight_of
+from meshrun.train.keeper import AGAIN_AFTER, LAST_SAVE, Keeper, _weight_of
 from meshrun.train.loop import Trainer
 from meshrun.train.recovery import Keeping
 from meshrun.train.state import _of_optimizer, moment, passing, plain, regions, values
@@ -90,6 +90,31 @@ def test_by_the_clock_it_is_saved_when_the_time_has_come_and_no_write_is_under_w
     monkeypatch.setattr(Keeper, "_busy", True)
     keeper._look = 0
     assert not keeper._due(1), "the last one is still being written"
+
+
+def test_a_checkpoint_that_could_not_be_written_is_tried_again_before_the_next_is_due(
+    alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    keeper = keeper_of(trainer_in(tmp_path, alone, Every(given=1000.0)))
+    now = keeper._saved_at + AGAIN_AFTER + 1
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    assert not keeper._time_has_come(1)
+    keeper.unsaved = "the disk is full"
+    assert keeper._time_has_come(2)
+
+
+@pytest.mark.parametrize(("holders", "copies"), [((0, 1), True), ((0, 2), False)])
+def test_what_one_node_alone_holds_goes_to_another_from_two_images(
+    alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holders: tuple[int, ...], copies: bool
+):
+    """Ranks 0 and 1 are on the first of two nodes. While an image is on its way, the next is made in another one."""
+    trainer = trainer_in(tmp_path, alone)
+    trainer.placed.shards = [replace(each, holders=holders) for each in trainer.placed.shards]
+    trainer.here = replace(alone, world=replace(alone.world, size=4, local_size=2, nodes=2))
+    monkeypatch.setattr(Here, "gathered", lambda _, value: [value] * 4 if isinstance(value, bool) else [0, 0, 1, 1])
+    monkeypatch.setattr("meshrun.train.keeper.Neighbour", lambda *_: SimpleNamespace())
+    keeper = Keeper(trainer, Keeping(tmp_path, memory=tmp_path / "memory"))
+    assert (keeper._copies, keeper._neighbour is not None, len(keeper.saver._stagings)) == (copies, copies, 1 + copies)
 
 
 def test_a_look_at_the_clock_comes_half_way_at_the_pace_of_the_steps(

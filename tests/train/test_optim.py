@@ -152,13 +152,14 @@ def test_a_learning_rate_that_is_no_number_is_refused(rate: float):
         make(lambda given: SGD(given, lr=rate), list(nn.Linear(3, 2).parameters()), scale=1)
 
 
-def test_a_learning_rate_of_another_type_is_refused():
+@pytest.mark.parametrize("rate", [None, -0.1])
+def test_a_learning_rate_that_torch_did_not_look_at_is_refused(rate: float | None):
     def sgd(given: list[nn.Parameter]) -> SGD:
         made = SGD(given, lr=0.1)
-        made.param_groups[0]["lr"] = None
+        made.param_groups[0]["lr"] = rate
         return made
 
-    with pytest.raises(UserError, match="the optimizer SGD has the learning rate None; it must be a finite number"):
+    with pytest.raises(UserError, match=f"the optimizer SGD has the learning rate {rate}; it must be a finite number"):
         make(sgd, list(nn.Linear(3, 2).parameters()), scale=1)
 
 
