@@ -6,15 +6,16 @@ import json
 import math
 import os
 import sys
-from collections import Counter
+from collections import Counter, deque
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from meshrun.check.chaos import Outcome, Record
+from meshrun.check.chaos import TRIES, Chaos, Outcome, Place, Record, _Run
 from meshrun.check.disk import can_mount
 from meshrun.check.faults import Fault
 from meshrun.check.reached import _same_weights as same_weights
@@ -169,6 +170,29 @@ def test_weights_are_compared_bit_by_bit_and_what_is_written_about_them_is_not(t
     save_file({"w": other}, tmp_path / "c")
     assert tensors_of(tmp_path / "a") == tensors_of(tmp_path / "b")
     assert tensors_of(tmp_path / "a") != tensors_of(tmp_path / "c")
+
+
+def test_a_fault_whose_moment_never_comes_is_tried_in_some_runs_and_then_told(tmp_path: Path):
+    chaos, fault = Chaos("digits", "", {}, tmp_path, Place(2), keep=True), Fault(1, "segv", 0, 0, 0)
+    scene: Any = SimpleNamespace(run=RunDirectory(tmp_path))
+    outcome, queue, missed = Outcome(), deque([fault]), Counter[int]()
+    while queue:
+        assert outcome.failures == [] and missed[1] < TRIES
+        chaos._account(_Run([], missed=[queue.popleft()]), scene, outcome, queue, missed)
+    assert outcome.failures == [f"segv: its moment did not come in {TRIES} runs"]
+
+
+def test_faults_before_the_one_that_a_run_fell_with_strike_again(tmp_path: Path):
+    chaos, before, fell = (
+        Chaos("digits", "", {}, tmp_path, Place(2)),
+        Fault(1, "segv", 0, 0, 0),
+        Fault(2, "stop", 0, 0, 0),
+    )
+    scene: Any = SimpleNamespace(run=RunDirectory(tmp_path))
+    outcome, queue = Outcome(), deque[Fault]()
+    one = _Run([], [Record(before, 0.1, "real")], last=fell, failure="no step was finished")
+    chaos._account(one, scene, outcome, queue, Counter())
+    assert [each.fault for each in outcome.records] == [fell] and list(queue) == [before]
 
 
 def test_a_document_says_how_soon_runs_went_on_after_each_kind():

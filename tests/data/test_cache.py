@@ -258,6 +258,17 @@ def test_a_copy_or_lock_of_another_user_is_not_believed(original: Path, tmp_path
     assert victim.read_text() == "my thesis" and "--cache" in places[0]
 
 
+def test_a_link_in_the_place_of_a_copy_is_not_followed(original: Path, tmp_path: Path, places: list[str]):
+    other = tmp_path / "other.h5"
+    for content in (b"mine!", b"other"):  # a link is as long as the name that it holds
+        (original if content == b"mine!" else other).write_bytes(content.ljust(len(str(other)), b"."))
+    cache.use(tmp_path / "node", None, places.append)
+    copy = cache.cached(original)
+    copy.unlink()
+    copy.symlink_to(other)
+    assert cache.cached(original).read_bytes().startswith(b"mine!") and not copy.is_symlink()
+
+
 def test_half_a_copy_of_somebody_who_was_killed_goes_with_the_next_copy(
     original: Path, tmp_path: Path, places: list[str]
 ):

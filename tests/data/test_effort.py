@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from meshrun.data import effort
-from meshrun.data.samples import NO_EFFORT, Effort, Samples, Wanted
+from meshrun.data import effort, loader
+from meshrun.data.loader import Loader, Reading
+from meshrun.data.order import Cut, Order
+from meshrun.data.samples import NO_EFFORT, Effort, Read, Samples, Wanted
 
 
 class Data:
@@ -55,6 +57,12 @@ def test_a_thread_beside_the_training_counts_its_own_computing(monkeypatch: pyte
     thread.start()
     thread.join()
     assert found == [7.0, 3.0]
+
+
+def test_the_effort_of_a_step_is_that_of_all_its_micro_batches(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(loader, "measured", lambda *_: Read(None, effort=Effort(2.0, 0.5)))
+    steps = Loader(Data(), Order(4, 4), 0, 1, Reading(Cut(micro=2))).steps(0, 1)  # type: ignore[arg-type]
+    assert next(steps).effort == Effort(4.0, 1.0)
 
 
 def test_efforts_add_up_in_both_of_their_parts():

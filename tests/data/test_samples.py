@@ -260,6 +260,15 @@ def test_a_collate_that_drops_samples_is_refused():
         samples[Wanted([0, 1, 2, 3, 4, 5], 6)]
 
 
+def test_a_batch_of_that_drops_samples_is_refused():
+    class Lossy(Wholes):
+        def batch_of(self, ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+            return super().batch_of(ids[1:])
+
+    with pytest.raises(UserError, match=r"batch_of of Lossy made a batch of 1 rows of 2 samples; it must keep every"):
+        Samples(Lossy(10, set()))[Wanted([3, 1], 2)]
+
+
 @pytest.mark.parametrize(
     "collate",
     [
@@ -276,13 +285,13 @@ def test_batches_of_other_forms_are_taken(collate: Any):
     assert len(Samples(Some(range(9)), collate)[Wanted([0, 1, 2, 3, 4], 5)].batch) == 2
 
 
-class TooFew(Some):
-    def __getitems__(self, numbers: list[int]) -> list[Any]:
-        return [self[number] for number in numbers[1:]]
+@pytest.mark.parametrize("returned", [2, 4])
+def test_a_dataset_that_returns_another_number_of_samples_is_refused(returned: int):
+    class Other(Some):
+        def __getitems__(self, numbers: list[int]) -> list[Any]:
+            return [self[number] for number in range(returned)]
 
-
-def test_a_dataset_that_returns_too_few_samples_is_refused():
     with pytest.raises(
-        UserError, match="__getitems__ of TooFew returned 2 for 3 samples; it must return a list with one"
+        UserError, match=f"__getitems__ of Other returned {returned} for 3 samples; it must return a list with one"
     ):
-        Samples(TooFew(range(9)))[Wanted([0, 1, 2], 3)]
+        Samples(Other(range(9)))[Wanted([0, 1, 2], 3)]

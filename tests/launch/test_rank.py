@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from meshrun.cli import rank
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.train.deadline import start_of_run
 from meshrun.world import detect
@@ -20,6 +21,19 @@ import signal
 print("here", flush=True)
 signal.pause()
 """
+
+
+def test_a_rank_that_is_started_anew_writes_its_log_behind_that_of_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    log, files = tmp_path / "rank-00000.log", list[int]()
+    log.write_text("why it was lost\n")
+    monkeypatch.setattr(os, "dup2", lambda file, _: files.append(file))
+    monkeypatch.setattr(rank, "lose_what_is_refused", lambda: None)
+    rank.print_to(log)
+    os.write(files[0], b"on again\n")
+    os.close(files[0])
+    assert log.read_text() == "why it was lost\non again\n"
 
 
 def ignoring_sigterm() -> None:

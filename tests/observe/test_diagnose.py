@@ -79,7 +79,9 @@ def test_rank_that_computes_its_backward_pass_forever_is_named():
     )
 
 
-@pytest.mark.parametrize(("line", "kind"), [("total = loss.item()", "others"), ("total = slow(loss)", "code")])
+@pytest.mark.parametrize(
+    ("line", "kind"), [("loss.item()", "others"), ("torch.cuda.synchronize()", "others"), ("slow(loss)", "code")]
+)
 def test_reading_a_number_of_a_gpu_is_a_wait_for_the_collectives_before_it(tmp_path: Path, line: str, kind: str):
     frame = user_file(tmp_path, line)
     assert place_of(waiting(0, frames=[frame])).kind == kind

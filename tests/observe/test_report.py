@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from meshrun.cli.training import _whole_run
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import UserError
 from meshrun.observe.drawing import Curve, curve, linear, logarithmic, smooth, thin
@@ -512,6 +513,13 @@ def test_the_starts_of_a_run_are_found_in_its_events(tmp_path: Path) -> None:
         Leg(998.0, 14.0, "meshrun", "dp=2", 2, 0, 12),
         Leg(4999.0, 13.0, "slurm", "dp=1", 1, 10, 20),
     ]
+
+
+def test_the_result_of_a_resumed_run_has_the_time_of_all_its_starts(tmp_path: Path) -> None:
+    found = _whole_run(resumed_run(tmp_path), {"seconds": 40.0, "steps": 22})
+    assert found["seconds"] == 14.0 + 40.0
+    assert [(leg["seconds"], leg["last_step"]) for leg in found["legs"]] == [(14.0, 12), (40.0, 22)]
+    assert _whole_run(RunDirectory(tmp_path / "none"), {}) == {}, "of a single start nothing is to be added up"
 
 
 def test_a_start_that_came_to_no_step_stands_where_it_was_resumed(tmp_path: Path) -> None:

@@ -60,6 +60,13 @@ def looks(straggling: Straggling, waits: list[float]) -> list[list[str]]:
     return told
 
 
+def test_nothing_is_said_while_a_rank_has_finished_no_step_since_the_last_look():
+    straggling, told = Straggling("node7"), list[str]()
+    for steps in (10, 20, 30, 40, 50):
+        told += straggling.look([reading(0, steps, 0.001), reading(1, steps, 0.05), reading(2, 3, 0.001)])
+    assert told == []
+
+
 def test_sentence_comes_after_three_looks_in_a_row_and_only_once():
     told = looks(Straggling("node7"), [0.05] * 6)
     sentence = "rank 1 on node7 is slow: it waits 50.0 ms a step for its data, the others 1.0 ms"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from meshrun.layout import parse
 from meshrun.parallel.meshed import Meshed
@@ -34,6 +35,25 @@ def test_what_steps_have_settled_is_taken_up_by_a_run_that_goes_on(placed: Any):
     assert placed.habits() == {} and not placed.take_up({}) and placed.habits() == {}
     settled = {"unused": ["b", "c"], "again": ["a"]}
     assert not placed.take_up(settled) and placed.habits() == settled
+
+
+def test_a_weight_that_only_other_ranks_use_has_a_gradient_of_zeros_here(placed: Any):
+    weights = {name: nn.Parameter(torch.ones(2)) for name in ("used", "elsewhere", "nowhere")}
+    weights["used"].grad = torch.ones(2)
+    placed.trained = [SimpleNamespace(parameter=each, master=None) for each in weights.values()]
+    placed.shards = [SimpleNamespace(name=name, parameter=each) for name, each in weights.items()]
+    placed._copied, placed._unused, placed._partial, placed._ties = [], {"nowhere"}, set(), {}
+    placed._sharded, placed._sums, placed._reduced = False, None, None
+    placed._finish_gradients()
+    found = [None if each.grad is None else each.grad.tolist() for each in weights.values()]
+    assert found == [[1.0, 1.0], [0.0, 0.0], None]
+
+
+def test_running_statistics_are_those_of_all_replicas(placed: Any):
+    asked: list[tuple[str, ...]] = []
+    placed.here = SimpleNamespace(submesh=lambda *axes: asked.append(axes))
+    placed.agree_on_buffers()
+    assert asked == [("dp", "fsdp")]
 
 
 @pytest.mark.parametrize(

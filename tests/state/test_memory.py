@@ -42,6 +42,13 @@ def test_a_file_that_is_short_or_whose_index_speaks_of_another_is_passed_over(tm
     assert [file.rank for file in memory_files(tmp_path)] == [0, 3], "room for a longer state is kept"
 
 
+def test_who_reads_an_index_while_it_is_replaced_has_the_one_before(tmp_path: Path):
+    before = left(tmp_path, 0, 3)
+    with (tmp_path / "rank-00000.json").open("rb") as reader:
+        left(tmp_path, 0, 4)
+        assert Index.decode(reader.read()) == before
+
+
 def test_a_folder_of_another_user_holds_nothing_for_this_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     left(tmp_path, 0, 3)
     assert memory_files(tmp_path)
