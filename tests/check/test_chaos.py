@@ -15,11 +15,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from meshrun.check.armed import Control
 from meshrun.check.chaos import TRIES, Chaos, Outcome, Place, Record, _Run
 from meshrun.check.disk import can_mount
 from meshrun.check.faults import Fault
 from meshrun.check.reached import _same_weights as same_weights
 from meshrun.check.reached import alike, differences, tensors_of, used_ids
+from meshrun.check.scene import Scene
 from meshrun.cli.chaos import armed_text
 from meshrun.cli.main import main
 from meshrun.cli.target import find
@@ -193,6 +195,16 @@ def test_faults_before_the_one_that_a_run_fell_with_strike_again(tmp_path: Path)
     one = _Run([], [Record(before, 0.1, "real")], last=fell, failure="no step was finished")
     chaos._account(one, scene, outcome, queue, Counter())
     assert [each.fault for each in outcome.records] == [fell] and list(queue) == [before]
+
+
+def test_what_a_run_leaves_in_memory_is_found(tmp_path: Path):
+    with Scene(tmp_path, Control(tmp_path), {}, 2) as scene:
+        assert scene.left_behind(0.0) == ""
+        scene.run.memories.mkdir(parents=True)
+        try:
+            assert scene.left_behind(0.0) == f"{scene.run.memories} was left"
+        finally:
+            scene.run.memories.rmdir()
 
 
 def test_a_document_says_how_soon_runs_went_on_after_each_kind():

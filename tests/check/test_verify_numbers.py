@@ -175,12 +175,14 @@ def test_weights_that_are_missing_or_of_another_shape_are_infinitely_far(tmp_pat
 
 
 def test_elements_driven_by_noise_are_left_out_and_those_without_gradients_are_not(tmp_path: Path):
-    peaks = {"w": torch.tensor([1.0, 1e-9, 0.0])}
-    one = written(tmp_path / "one", {"w": torch.ones(3)}, peaks)
-    noisy = written(tmp_path / "noisy", {"w": torch.tensor([1.0, 5.0, 1.0])})
+    peaks = {"w": torch.tensor([1.0, 1e-9, 0.0, 1e-5])}
+    one = written(tmp_path / "one", {"w": torch.ones(4)}, peaks)
+    noisy = written(tmp_path / "noisy", {"w": torch.tensor([1.0, 5.0, 1.0, 1.0])})
     assert weight_differences(one, noisy) == {"w": 0.0}
-    still = written(tmp_path / "still", {"w": torch.tensor([1.0, 1.0, 5.0])})
-    assert weight_differences(one, still)["w"] > 1
+    for name, place in (("still", 2), ("slow", 3)):
+        moved = torch.ones(4)
+        moved[place] = 5.0
+        assert weight_differences(one, written(tmp_path / name, {"w": moved}))["w"] > 1
 
 
 @pytest.mark.parametrize("wrong", [math.inf, -math.inf, math.nan, 1.0])

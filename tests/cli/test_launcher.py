@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrun.cli.launcher import _obeyed, _stopped_in_time, lookout_of
+from meshrun.cli.launcher import _obeyed, _stopped_in_time, lookout_of, seldom
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import CutOff, RunFailed
 from meshrun.launch.job import Interrupted
@@ -22,6 +22,13 @@ STOPPED = {"step": 3, "of": 9, "why": "its time is up", "saved": True}
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(RunConfig(target="digits", runs=tmp_path))
+
+
+def test_slurm_is_asked_again_only_after_some_seconds(monkeypatch: pytest.MonkeyPatch):
+    clock = iter([100.0, 104.0, 105.0, 105.5, 106.0, 110.0, 0.0])  # an answer takes half a second
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    ask = seldom(lambda: True, 5.0)
+    assert [ask() for _ in range(4)] == [False, True, False, False] and next(clock) == 0.0
 
 
 def test_a_run_without_ranks_sees_the_stop_file(run: RunDirectory):

@@ -405,6 +405,22 @@ def test_samples_that_were_left_out_are_neither_in_the_pieces_nor_counted():
     assert [number for each in batches for number, _ in each.bad] == [13]
 
 
+def test_readers_need_room_for_all_that_torch_makes_for_them(monkeypatch: pytest.MonkeyPatch):
+    left = 0
+
+    def take() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(readers_module.multiprocessing, "Lock", take)
+    needed = 6 * 3 + 2 * 6  # six a reader, and twice as many for all of them
+    for room, why in ((needed, ""), (needed - 1, "No space left on device")):
+        left = room
+        assert readers_module.no_room_for(3) == why
+
+
 def test_without_room_for_readers_in_shared_memory_a_rank_reads_by_itself_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch,
 ):
