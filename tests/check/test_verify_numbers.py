@@ -18,6 +18,7 @@ from meshrun.check.verify import (
     BLOWN,
     GROSS,
     MARGIN,
+    TOLERANCE,
     Allowed,
     Measured,
     allow,
@@ -172,6 +173,10 @@ def test_weights_that_are_missing_or_of_another_shape_are_infinitely_far(tmp_pat
     }
     found = weight_differences(one, written(tmp_path / "other", {"w": torch.ones(3, 1), "u": torch.ones(2)}))
     assert found == {"u": math.inf, "v": math.inf, "w": math.inf}
+
+
+def test_tolerances_are_the_documented_ones():
+    assert TOLERANCE == {"fp32": 1e-5, "tf32": 1e-3, "bf16": 1e-3, "float8": 1e-2}
 
 
 def test_elements_driven_by_noise_are_left_out_and_those_without_gradients_are_not(tmp_path: Path):

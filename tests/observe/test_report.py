@@ -21,7 +21,7 @@ from meshrun.observe.events import EventFile
 from meshrun.observe.history import Rank, read
 from meshrun.observe.legs import Leg, legs_of
 from meshrun.observe.numbers import number, whole
-from meshrun.observe.report import write_report
+from meshrun.observe.report import _duration, write_report
 
 VOID = {"meta"}
 LARGEST = 300_000
@@ -513,6 +513,14 @@ def test_the_starts_of_a_run_are_found_in_its_events(tmp_path: Path) -> None:
         Leg(998.0, 14.0, "meshrun", "dp=2", 2, 0, 12),
         Leg(4999.0, 13.0, "slurm", "dp=1", 1, 10, 20),
     ]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(9.94, "9.9 s"), (59.4, "59 s"), (61, "1 min 1 s"), (3599.6, "1 h 0 min"), (2 * 3600 + 5 * 60, "2 h 5 min")],
+)
+def test_times_are_shown_in_units_that_people_use(seconds: float, shown: str) -> None:
+    assert _duration(seconds) == shown
 
 
 def test_the_result_of_a_resumed_run_has_the_time_of_all_its_starts(tmp_path: Path) -> None:

@@ -505,6 +505,9 @@ class Shelf(dict[str, bytes]):
     def delete_key(self, key: str) -> None:
         del self[key]
 
+    def set(self, key: str, text: str) -> None:
+        self[key] = text.encode()
+
 
 def test_words_of_a_save_that_were_heard_do_not_stay_in_the_store():
     shelf, made = Shelf(), Saver.__new__(Saver)
@@ -514,6 +517,16 @@ def test_words_of_a_save_that_were_heard_do_not_stay_in_the_store():
     shelf[made._key(index, 1)] = b"rank 1 has no room"
     assert made._heard(index) == ["rank 1 has no room", "rank 2 did not finish writing step 3 within 0 s"]
     assert shelf == {}
+
+
+def test_ranks_wait_for_the_outcome_longer_than_rank_0_waits_for_them():
+    made, until = Saver.__new__(Saver), list[float]()
+    made.here = SimpleNamespace(rank=1, store=Shelf())  # type: ignore[assignment]
+    made.token, made.timeout, made._begun = "t", 600.0, {3: 0}
+    made._appears = lambda _, give_up: until.append(give_up)  # type: ignore[assignment,method-assign,func-returns-value]
+    index: Any = SimpleNamespace(step=3)
+    assert made._outcome(index, "no room") == "rank 0 did not say within 600 s what became of step 3"
+    assert 600 < until[0] - time.monotonic() < 700
 
 
 def test_a_state_that_the_memory_has_no_room_for_leaves_nothing_there_and_a_note(
