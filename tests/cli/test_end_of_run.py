@@ -6,13 +6,15 @@ import contextlib
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from meshrun.cli import main, rank
+from meshrun.cli import main, rank, training
 from meshrun.cli.recorder import last_lines
+from meshrun.cli.training import Trained, afterwards
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import StoppedByHand
 from meshrun.observe.events import Event
@@ -96,6 +98,26 @@ def test_what_was_decided_about_a_step_is_told_at_the_end(tmp_path: Path):
 
 
 @pytest.mark.ranks(1)
+def test_a_run_that_was_stopped_is_not_used_as_one_that_has_come_to_its_end(tmp_path: Path):
+    experiment: Any = SimpleNamespace(after=lambda *_: pytest.fail("it was asked to stop"))
+    trained = Trained({"stopped": {}, "steps": 3}, experiment, SimpleNamespace(rank=0))  # type: ignore[arg-type]
+    nobody: Any = None
+    assert afterwards(trained, RunDirectory(tmp_path), nobody, None) == trained.result
+
+
+@pytest.mark.parametrize("spare", [True, False])
+def test_state_is_copied_to_memory_unless_that_was_switched_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spare: bool
+):
+    monkeypatch.setattr(training, "Trainer", lambda *_, **options: options)
+    monkeypatch.setattr(training.mesh, "start", lambda: SimpleNamespace(world=SimpleNamespace(attempt=0)))
+    nobody: Any = None
+    made: Any = training._trainer(
+        RunConfig("x", spare=spare), RunDirectory(tmp_path), nobody, 1.0, nobody, tmp_path / "memory", None
+    )
+    assert made["keeping"].memory == (tmp_path / "memory" if spare else None)
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_ctrl_c_names_the_run_and_what_goes_on_with_it_if_its_state_was_kept(tmp_path: Path, kept: bool):
     def pressed(_config: RunConfig, run: RunDirectory, *_: object) -> None:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from meshrun.cli.launcher import _obeyed, _stopped_in_time, lookout_of, seldom
+from meshrun.cli.launcher import _failure_of, _obeyed, _stopped_in_time, lookout_of, seldom
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import CutOff, RunFailed
-from meshrun.launch.job import Interrupted
+from meshrun.launch.job import Failure, Interrupted
 from meshrun.launch.post import Ends
 
 STOPPED = {"step": 3, "of": 9, "why": "its time is up", "saved": True}
@@ -22,6 +22,14 @@ STOPPED = {"step": 3, "of": 9, "why": "its time is up", "saved": True}
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(RunConfig(target="digits", runs=tmp_path))
+
+
+@pytest.mark.parametrize(("codes", "again"), [((-9, -9), True), ((-9, 1), False)])
+def test_another_start_is_worth_it_only_where_all_ranks_that_failed_were_lost(
+    run: RunDirectory, tmp_path: Path, codes: tuple[int, ...], again: bool
+):
+    failures = [Failure(rank, code, 0.0) for rank, code in enumerate(codes)]
+    assert isinstance(_failure_of(run, tmp_path, failures, 0.0), CutOff) is again
 
 
 def test_slurm_is_asked_again_only_after_some_seconds(monkeypatch: pytest.MonkeyPatch):

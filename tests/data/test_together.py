@@ -102,6 +102,11 @@ def test_steps_that_come_together_are_those_that_come_one_by_one(batch: int, sta
     assert sum(each.waited > 0 for each in found) == len(way.arrivals), "others were brought along"
 
 
+def test_what_a_step_was_waited_for_is_told_by_the_last_one_who_held_it_up():
+    step = StepData(0, torch.arange(1).numpy(), [], [], [], 0.5)
+    assert step.waited == 0.5 and step.after(0.25).waited == 0.25
+
+
 def test_steps_of_two_epochs_do_not_come_together():
     loader = loader_of(Handy(70), 3)  # an epoch has 24 steps, the last one of a single sample
     assert sizes(loader, 0, 60) == [*ALONE, 16, 21, 3, 12]

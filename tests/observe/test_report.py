@@ -233,6 +233,8 @@ def test_the_same_failure_on_all_ranks_is_said_once(tmp_path: Path) -> None:
 
 def test_rank_that_was_killed_comes_before_those_that_lost_it(tmp_path: Path) -> None:
     run = make_run(tmp_path, world=3)
+    write_event(run, 1, "end")  # of the start before
+    write_event(run, 1, "start")
     write_steps(run, 1, range(1, 6))
     write_event(run, 2, "end")
     fields = {"host": "node-0", "step": 5, "lines": [], "by_user": False, "secondary": True}

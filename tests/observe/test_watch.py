@@ -65,6 +65,14 @@ def test_pulses_of_an_earlier_generation_or_of_another_process_count_for_nothing
     rank.close()
 
 
+def test_what_was_told_of_slow_ranks_is_not_held_against_those_that_come_after_them(tmp_path: Path):
+    watch = Watcher(tmp_path, tmp_path, DEFAULT, "node7")
+    watch._straggling._in_a_row[0, "data"], watch._straggling._told[0, "data"] = 2, 3.0
+    watch._stopped[0] = 1.0
+    watch.started({0: os.getpid()}, 1)
+    assert (watch._straggling._in_a_row, watch._straggling._told, watch._stopped) == ({}, {}, {})
+
+
 def test_ranks_that_have_not_finished_a_step_get_the_time_of_those_before_them(tmp_path: Path):
     watch = Watcher(tmp_path, tmp_path, DEFAULT, "node7")
     assert watch.patience() == 0
@@ -213,8 +221,10 @@ def test_the_second_watcher_of_a_node_is_late(tmp_path: Path, late: float, hangs
     assert watch._hangs([replace(pulse(0), pid=os.getpid(), silent=4.0)], time.monotonic()) == hangs
 
 
-def test_a_rank_that_is_stopped_hangs_whatever_it_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("late", [0.0, 2.0])
+def test_a_rank_that_is_stopped_hangs_whatever_it_is_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: float):
     monkeypatch.setattr(watch_module.stacks, "state_of", lambda _pid: "T")
-    watch, stopped = Watcher(tmp_path, tmp_path, IN_THREE, "node7"), replace(pulse(0), phase="saving", silent=1.0)
+    watch = Watcher(tmp_path, tmp_path, IN_THREE, "node7", late=late)
+    stopped = replace(pulse(0), phase="saving", silent=1.0)
     watch.started({0: 100}, 0)
-    assert [watch._hangs([stopped], now) for now in (10.0, 12.9, 13.1)] == [False, False, True]
+    assert [watch._hangs([stopped], now) for now in (10.0, 12.9 + late, 13.1 + late)] == [False, False, True]

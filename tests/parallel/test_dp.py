@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from meshrun import mesh
-from meshrun.parallel.dp import Cargo, apply
+from meshrun.parallel.dp import Cargo, Replicated, apply
 
 
 def sums_after_the_mean(replicas: list[tuple[float, float, float]]) -> list[float]:
@@ -40,6 +43,16 @@ def test_sums_that_were_unloaded_are_not_sent_again():
 
 def test_a_model_in_bf16_sends_its_sums_in_fp32():
     assert Cargo(nn.Identity(), nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))).hold.dtype == torch.float32
+
+
+@pytest.mark.parametrize(("ranks", "settled", "tried"), [(3, True, True), (2, True, False), (3, False, False)])
+def test_a_step_is_tried_where_ddp_had_laid_gradients_of_several_ranks_out_anew(ranks: int, settled: bool, tried: bool):
+    placed: Any = Replicated.__new__(Replicated)
+    placed._copies_work, placed._ddp, placed.here = True, None, SimpleNamespace(size=ranks)
+    made = list[bool]()
+    placed._make_ddp = made.append
+    assert placed.take_up({"all_used": True, "settled": settled}) is tried
+    assert made == [True]
 
 
 @pytest.mark.ranks(2)

@@ -73,7 +73,7 @@ def test_a_heavy_block_gets_a_stage_for_itself():
 
 
 def test_what_is_around_segments_costs_too():
-    """The head of a small model with many words is dearer than all of its blocks."""
+    """The head, or the entry, of a small model with many words is dearer than all of its blocks."""
 
     class Wordy(nn.Module):
         def __init__(self) -> None:
@@ -86,7 +86,19 @@ def test_what_is_around_segments_costs_too():
                 x = block(x)
             return self.head(x)
 
+    class Entered(Wordy):
+        def __init__(self) -> None:
+            super().__init__()
+            self.entry = nn.Linear(4, 1000)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.entry(x)[..., :4]
+            for block in self.blocks:
+                x = block(x)
+            return x
+
     assert demands_of(of(Wordy)).trace().cuts(2) == [0, 3]
+    assert demands_of(of(Entered)).trace().cuts(2) == [0, 1]
 
 
 class Masked(nn.Module):

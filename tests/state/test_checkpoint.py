@@ -82,6 +82,10 @@ def test_a_file_that_is_read_again_and_again_stays_open(tmp_path: Path, monkeypa
         found.read(Region("w", into, (3,), (row,)))
         assert into.item() == row
     assert opened == [names[0], names[1], names[2]]
+    found.close()
+    assert found.whole("w").tolist() == [0.0, 1.0, 2.0] and set(opened[3:]) == set(names), (
+        "reading again opens them again"
+    )
 
 
 def test_a_rank_s_file_is_a_safetensors_file(tmp_path: Path):
