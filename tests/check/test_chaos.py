@@ -19,8 +19,8 @@ from meshrun.check.armed import Control
 from meshrun.check.chaos import TRIES, Chaos, Outcome, Place, Record, _Run
 from meshrun.check.disk import can_mount
 from meshrun.check.faults import Fault
+from meshrun.check.reached import TOLD, Reached, alike, differences, tensors_of, used_ids
 from meshrun.check.reached import _same_weights as same_weights
-from meshrun.check.reached import alike, differences, tensors_of, used_ids
 from meshrun.check.scene import Scene
 from meshrun.cli.chaos import armed_text
 from meshrun.cli.main import main
@@ -172,6 +172,8 @@ def test_weights_are_compared_bit_by_bit_and_what_is_written_about_them_is_not(t
     save_file({"w": other}, tmp_path / "c")
     assert tensors_of(tmp_path / "a") == tensors_of(tmp_path / "b")
     assert tensors_of(tmp_path / "a") != tensors_of(tmp_path / "c")
+    save_file({"v": torch.tensor([1.0, 2.0])}, tmp_path / "d")
+    assert tensors_of(tmp_path / "a") != tensors_of(tmp_path / "d"), "of another name"
 
 
 def test_a_fault_whose_moment_never_comes_is_tried_in_some_runs_and_then_told(tmp_path: Path):
@@ -195,6 +197,28 @@ def test_faults_before_the_one_that_a_run_fell_with_strike_again(tmp_path: Path)
     one = _Run([], [Record(before, 0.1, "real")], last=fell, failure="no step was finished")
     chaos._account(one, scene, outcome, queue, Counter())
     assert [each.fault for each in outcome.records] == [fell] and list(queue) == [before]
+
+
+@pytest.mark.parametrize(
+    ("used", "left", "failure"),
+    [
+        ([5, 6], "", ""),
+        ([5], "", "1 samples were lost and 0 used twice"),
+        ([5, 6, 6], "", "0 samples were lost and 1 used twice"),
+        ([5, 6], ".partial-1-step-00000003", ".partial-1-step-00000003 was left in "),
+    ],
+)
+def test_a_run_that_reaches_the_same_is_looked_at_for_samples_and_left_overs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used: list[int], left: str, failure: str
+):
+    result = dict.fromkeys(TOLD)
+    chaos, one = Chaos("digits", "", {}, tmp_path, Place(2)), _Run([])
+    chaos._reference = Reached({}, result, {1: Counter([5, 6])})
+    monkeypatch.setattr(Reached, "read", lambda _: Reached({}, result, {1: Counter(used)}))
+    scene: Any = SimpleNamespace(run=RunDirectory(tmp_path))
+    (scene.run.checkpoints / left).mkdir(parents=True)
+    chaos._judge(scene, one, Outcome())
+    assert one.failure == (f"{failure}{scene.run.checkpoints}" if left else failure)
 
 
 def test_what_a_run_leaves_in_memory_is_found(tmp_path: Path):

@@ -64,6 +64,8 @@ def test_an_evaluation_that_is_no_number_is_told_as_such_in_every_document(tmp_p
     assert document["not_numbers"]["/eval/val/loss"] == "NaN"
     for file in ("result.json", "config.json"):
         json.loads((tmp_path / document["run"] / file).read_text(), parse_constant=pytest.fail)
+    made = json.loads((tmp_path / document["run"] / "config.json").read_text())["resolved"]
+    assert made["parameters"] == 147, "each once, though two ranks have them"
     lines = (tmp_path / document["run"] / "events" / "rank-00000.jsonl").read_text().splitlines()
     evaluations = [event for line in lines if (event := json.loads(line, parse_constant=pytest.fail))["kind"] == "eval"]
     assert evaluations[-1]["not_numbers"] == {"/scores/val/loss": "NaN"}
@@ -97,7 +99,6 @@ def test_what_was_decided_about_a_step_is_told_at_the_end(tmp_path: Path):
     assert "each step" not in printed.getvalue()
 
 
-@pytest.mark.ranks(1)
 def test_a_run_that_was_stopped_is_not_used_as_one_that_has_come_to_its_end(tmp_path: Path):
     experiment: Any = SimpleNamespace(after=lambda *_: pytest.fail("it was asked to stop"))
     trained = Trained({"stopped": {}, "steps": 3}, experiment, SimpleNamespace(rank=0))  # type: ignore[arg-type]
@@ -118,6 +119,7 @@ def test_state_is_copied_to_memory_unless_that_was_switched_off(
     assert made["keeping"].memory == (tmp_path / "memory" if spare else None)
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("kept", [True, False])
 def test_ctrl_c_names_the_run_and_what_goes_on_with_it_if_its_state_was_kept(tmp_path: Path, kept: bool):
     def pressed(_config: RunConfig, run: RunDirectory, *_: object) -> None:

@@ -92,6 +92,15 @@ def test_a_disk_that_gets_full_while_copying_leaves_nothing_behind(original: Pat
     assert [each.name for each in copies.iterdir() if not each.name.endswith(".lock")] == []
 
 
+@pytest.mark.parametrize(("more", "copied"), [(-1, False), (0, True)])
+def test_a_copy_leaves_some_of_the_disk_free(
+    original: Path, tmp_path: Path, places: list[str], monkeypatch: pytest.MonkeyPatch, more: int, copied: bool
+):
+    monkeypatch.setattr(cache, "_room", lambda _: original.stat().st_size + cache.MARGIN + more)
+    cache.use(tmp_path / "node", None, places.append)
+    assert (cache.cached(original) != original) is copied
+
+
 def test_a_folder_that_cannot_be_written_to_is_told(original: Path, places: list[str]):
     cache.use(original / "below", None, places.append)
     assert cache.cached(original) == original
@@ -189,6 +198,29 @@ def test_a_place_is_had_by_one_thread_at_a_time():
 def _has(kept: cache.Shared, number: int) -> bool:
     with kept.alone(number) as mine:
         return mine
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "free"), [("700000", "300000", 400_000), ("max", "3", 1_024_000), ("5", "9", 0)]
+)
+def test_free_memory_is_what_the_group_of_processes_may_still_take(
+    monkeypatch: pytest.MonkeyPatch, limit: str, used: str, free: int
+):
+    group = "/sys/fs/cgroup/job"
+    files = {
+        "/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable: 1000 kB\n",
+        "/proc/self/cgroup": "0::/job\n",
+        f"{group}/memory.max": f"{limit}\n",
+        f"{group}/memory.current": f"{used}\n",
+    }
+
+    def read(path: Path) -> str:
+        if str(path) not in files:
+            raise FileNotFoundError(path)
+        return files[str(path)]
+
+    monkeypatch.setattr(Path, "read_text", read)
+    assert cache.free_memory() == free
 
 
 def test_free_memory_is_a_number_of_this_machine():

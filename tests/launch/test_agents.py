@@ -18,6 +18,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +300,8 @@ def heard_by(hub: Hub, seconds: float) -> list[object]:
 
 
 def test_all_nodes_that_were_started_are_expected_and_later_any_number_that_suits():
+    wanted = wanted_of(RunConfig("digits", procs=2, nodes="1:2"), replace(detect(of_task(0)), nodes=4))
+    assert (wanted.least, wanted.most, wanted.expected) == (1, 2, 2), "no more than were asked for"
     wanted = wanted_of(RunConfig("digits", procs=2, layout="dp=*"), detect(of_task(0)))
     assert (wanted.least, wanted.most, wanted.expected, wanted.hosts) == (1, 2, 2, ("localhost", "elsewhere"))
 

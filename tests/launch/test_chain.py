@@ -169,6 +169,12 @@ def after(run: RunDirectory, slurm: Fake, monkeypatch: pytest.MonkeyPatch, statu
     return next_command(run.path, status, as_json=False)
 
 
+def test_a_record_that_names_no_job_of_slurm_is_refused(run: RunDirectory):
+    replace(Record.load(run.path), jobs=("7", "8 --me")).save(run.path)
+    with pytest.raises(UserError, match="it names the job '8 --me', a number that Slurm gives to none"):
+        Record.load(run.path)
+
+
 def test_the_job_is_requeued_and_the_link_is_counted(
     run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

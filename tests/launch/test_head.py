@@ -55,6 +55,14 @@ class Run:
         return [fields["sentence"] for kind, fields in self.told if kind == "restart"]
 
 
+def test_where_more_nodes_may_come_they_are_waited_for_a_moment():
+    run = Run(nodes=1, wanted=Wanted(1, 4))
+    run.tick(LAST_CALL / 2)
+    assert not run.seats
+    run.tick(LAST_CALL)
+    assert run.seats["a"].nodes == 1
+
+
 def test_ranks_are_numbered_node_after_node():
     run = Run(nodes=3, ranks=2)
     assert [(seat.node, seat.nodes, seat.first, seat.size) for seat in run.seats.values()] == [

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from meshrun.cli import rank
+from meshrun.cli import rank, script_rank
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.train.deadline import start_of_run
 from meshrun.world import detect
@@ -34,6 +36,20 @@ def test_a_rank_that_is_started_anew_writes_its_log_behind_that_of_the_one_befor
     os.write(files[0], b"on again\n")
     os.close(files[0])
     assert log.read_text() == "why it was lost\non again\n"
+
+
+@pytest.mark.parametrize(("status", "fails"), [(3, True), ("no data", True), (0, False), (None, False)])
+def test_a_script_that_exits_fails_unless_it_says_that_all_is_well(
+    monkeypatch: pytest.MonkeyPatch, status: object, fails: bool
+):
+    def run_script(*_: object) -> None:
+        raise SystemExit(status)
+
+    monkeypatch.setattr(script_rank, "run_script", run_script)
+    monkeypatch.setattr(script_rank.mesh, "notice_groups", lambda _: None)
+    nobody: Any = None
+    with pytest.raises(SystemExit) if fails else contextlib.nullcontext():
+        assert script_rank.run_watched(nobody, nobody, nobody, None) is False
 
 
 def ignoring_sigterm() -> None:

@@ -51,6 +51,21 @@ def test_ranks_get_the_time_of_their_steps(stop: Stop, step: float, grace: float
     assert ranks.grace == grace
 
 
+def test_ranks_that_are_still_to_be_started_go_with_their_nursery_and_all_with_what_they_have_started(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    ranks, closed, killed = ranks_of(), list[bool](), list[int]()
+    monkeypatch.setattr("meshrun.launch.ranks._kill_group", killed.append)
+    ranks._nursery = SimpleNamespace(close=lambda: closed.append(True))  # type: ignore[assignment]
+    ranks.stop(Stop(dead=(1,)))
+    ranks._expected, ranks._stopped_at, ranks._well_at = {0}, 0.0, 0.0
+    ranks._kill_the_late()
+    assert closed == [True]
+    ranks._alive[1] = _Process(4711, -1)
+    ranks.close()
+    assert killed == [4711] and closed == [True, True]
+
+
 @pytest.mark.parametrize(("code", "own"), [(-15, False), (-9, True), (1, True), (0, True)])
 def test_an_end_by_the_signal_of_the_launcher_is_not_the_ranks_own(code: int, own: bool):
     ranks = ranks_of()

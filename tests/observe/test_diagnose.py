@@ -47,6 +47,12 @@ def user_file(tmp_path: Path, line: str) -> Frame:
     return Frame(str(path), 2, "forward")
 
 
+def test_where_nobody_can_be_named_the_longest_silence_is_told():
+    witnesses = [waiting(rank, pulse=pulse(rank, 11.0 + 50 * rank), host=f"node{rank}") for rank in (0, 1)]
+    finding = diagnose(witnesses)
+    assert finding.rank == -1 and finding.sentence.startswith("no rank on node1 has got on for 61 s at step 12: ")
+
+
 def test_backward_pass_is_a_wait_only_with_a_collective_under_way():
     assert place_of(waiting(0, frames=BACKWARD)).kind == "others"
     busy = place_of(waiting(0, frames=BACKWARD, groups=[]))

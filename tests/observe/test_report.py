@@ -16,12 +16,13 @@ import pytest
 from meshrun.cli.training import _whole_run
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import UserError
+from meshrun.observe import history
 from meshrun.observe.drawing import Curve, curve, linear, logarithmic, smooth, thin
 from meshrun.observe.events import EventFile
 from meshrun.observe.history import Rank, read
 from meshrun.observe.legs import Leg, legs_of
 from meshrun.observe.numbers import number, whole
-from meshrun.observe.report import _duration, write_report
+from meshrun.observe.report import _duration, _spread, write_report
 
 VOID = {"meta"}
 LARGEST = 300_000
@@ -229,6 +230,18 @@ def test_the_same_failure_on_all_ranks_is_said_once(tmp_path: Path) -> None:
     page = page_of(run)
     assert page.seen.count("loss is nan at step 8") == 1
     assert "Ranks 0, 1 on node-0, after step 7" in page.seen
+
+
+def test_of_all_ranks_but_the_first_some_steps_tell_how_long_they_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, world=2)
+    for rank in (0, 1):
+        write_steps(run, rank, range(1, 101))
+    monkeypatch.setattr(history, "TIMED_STEPS", 10)
+    first, second = read(run.path).ranks
+    assert first.steps == 99 and 5 < second.steps < 25
+    assert second.step_time == pytest.approx(0.04) and second.last_step == 100
 
 
 def test_rank_that_was_killed_comes_before_those_that_lost_it(tmp_path: Path) -> None:
@@ -523,6 +536,10 @@ def test_the_starts_of_a_run_are_found_in_its_events(tmp_path: Path) -> None:
 )
 def test_times_are_shown_in_units_that_people_use(seconds: float, shown: str) -> None:
     assert _duration(seconds) == shown
+
+
+def test_rows_that_are_shown_of_many_are_evenly_spaced_with_the_first_and_the_last() -> None:
+    assert _spread(list(range(10)), 4) == [0, 3, 6, 9] and _spread([1, 2], 4) == [1, 2]
 
 
 def test_the_result_of_a_resumed_run_has_the_time_of_all_its_starts(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def test_rank_that_stands_out_is_named_in_what(ranks: int, kind: str):
 
 def test_what_is_too_short_to_matter_is_not_told():
     assert stragglers([sample(0, data_wait=0.0001), sample(1, data_wait=0.004)]) == []
+    assert stragglers([sample(0, sniff=0.0001), sample(1, sniff=0.00025)]) == []
 
 
 def test_who_takes_less_than_half_as_long_again_does_not_stand_out():

@@ -19,9 +19,9 @@ from meshrun.observe import watch as watch_module
 from meshrun.observe.hang import Witness
 from meshrun.observe.pulse import Pulse
 from meshrun.observe.testimony import all_witnesses
-from meshrun.observe.watch import Watcher, limit_of
+from meshrun.observe.watch import ScriptWatcher, Watcher, limit_of
 from tests.launch.command import meshrun
-from tests.observe.test_diagnose import pulse
+from tests.observe.test_diagnose import pulse, waiting
 
 HANGING = str(Path(__file__).parent / "programs/hanging.py")
 DEFAULT = RunConfig("x", timeout=600)
@@ -71,6 +71,28 @@ def test_what_was_told_of_slow_ranks_is_not_held_against_those_that_come_after_t
     watch._stopped[0] = 1.0
     watch.started({0: os.getpid()}, 1)
     assert (watch._straggling._in_a_row, watch._straggling._told, watch._stopped) == ({}, {}, {})
+
+
+def test_a_hang_is_told_once(tmp_path: Path):
+    watch, stuck = Watcher(tmp_path, tmp_path, DEFAULT, "node7"), waiting(0)
+    over = SimpleNamespace(is_alive=lambda: False)
+    inquiry: Any = SimpleNamespace(
+        thread=over, witnesses=[stuck], everywhere=[stuck], marks={0: stuck.pulse.marks}, report=str
+    )
+    assert watch._result(inquiry) is not None and watch._reported == {0: stuck.pulse.marks}
+
+
+def test_of_a_script_whoever_has_ended_is_looked_at_no_more_and_to_answer_is_no_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(watch_module.stacks, "state_of", lambda pid: "" if pid == 101 else "S")
+    monkeypatch.setattr(Watcher, "_result", lambda *_: None)
+    watch, forgotten = ScriptWatcher(tmp_path, tmp_path, DEFAULT, "node7"), list[int]()
+    watch.started({0: 100, 1: 101}, 0)
+    assert watch._read() == [] and watch._pids == {0: 100}
+    watch._activity = SimpleNamespace(forget=forgotten.append)  # type: ignore[assignment]
+    inquiry: Any = None
+    assert watch._result(inquiry) is None and forgotten == [100]
 
 
 def test_ranks_that_have_not_finished_a_step_get_the_time_of_those_before_them(tmp_path: Path):

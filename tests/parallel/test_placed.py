@@ -12,7 +12,16 @@ from torch import Tensor, nn
 from meshrun import Loss
 from meshrun.errors import RunFailed, WrongTarget
 from meshrun.parallel.moment import Place
-from meshrun.parallel.placed import PersistentBuffers, Piece, Shard, counted, norms, persistent_buffers, refuse_unclear
+from meshrun.parallel.placed import (
+    PersistentBuffers,
+    Piece,
+    Shard,
+    call,
+    counted,
+    norms,
+    persistent_buffers,
+    refuse_unclear,
+)
 
 ALL = Place(0, (1,))
 
@@ -24,6 +33,16 @@ def piece(targets: Any, rows: int, real: int) -> Piece:
 def all_of_it(outputs: Any, targets: Any) -> Loss:
     values, weights = (outputs[0], targets[1]) if isinstance(outputs, tuple) else (outputs, targets)
     return Loss(values.sum() + weights.sum(), len(values))
+
+
+@pytest.mark.parametrize("inputs", [(1, 2), [1, 2], {"b": 2, "a": 1}])
+def test_a_model_is_called_as_its_inputs_ask_for(inputs: Any):
+    class Two(nn.Module):
+        def forward(self, a: int, b: int) -> tuple[int, int]:
+            return a, b
+
+    assert call(Two(), inputs) == (1, 2)
+    assert call(nn.Identity(), 3) == 3
 
 
 def test_what_has_no_row_for_each_sample_is_left_whole_with_the_rows_that_count():

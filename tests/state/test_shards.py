@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from meshrun.state import shards
-from meshrun.state.shards import ALIGN, BLOCK, Damaged, Reader, Spec, plan, write
+from meshrun.state.shards import ALIGN, BLOCK, Damaged, Reader, Spec, plan, write, write_buffers
 
 from .places import numbers
 
@@ -93,3 +93,8 @@ def test_a_pipe_in_place_of_a_file_is_refused_without_waiting(tmp_path: Path):
 def test_memory_of_a_tensor_with_gaps_is_that_of_a_copy():
     whole = numbers(4, 6)
     assert bytes(shards.bytes_of(whole[:, 1:3])) == whole[:, 1:3].contiguous().numpy().tobytes()
+
+
+@pytest.mark.parametrize(("size", "blocks"), [(BLOCK, 1), (BLOCK + 1, 2), (2 * BLOCK, 2)])
+def test_each_mebibyte_that_was_begun_has_one_checksum(tmp_path: Path, size: int, blocks: int):
+    assert len(write_buffers(tmp_path / "file", [memoryview(bytes(size))], sync=False)) == blocks
