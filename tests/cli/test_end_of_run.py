@@ -16,9 +16,12 @@ from meshrun.cli import main, rank, training
 from meshrun.cli.recorder import last_lines
 from meshrun.cli.training import Trained, afterwards
 from meshrun.config import RunConfig, RunDirectory
+from meshrun.data.readers import ReaderLost
 from meshrun.errors import StoppedByHand
+from meshrun.mesh import PeerLost
 from meshrun.observe.events import Event
 from meshrun.train import data_wait
+from meshrun.train.loop import Stopped
 from meshrun.world.walltime import parse
 from tests.cli import in_process
 from tests.launch.command import meshrun
@@ -104,6 +107,31 @@ def test_a_run_that_was_stopped_is_not_used_as_one_that_has_come_to_its_end(tmp_
     trained = Trained({"stopped": {}, "steps": 3}, experiment, SimpleNamespace(rank=0))  # type: ignore[arg-type]
     nobody: Any = None
     assert afterwards(trained, RunDirectory(tmp_path), nobody, None) == trained.result
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [
+        (Stopped("asked"), [True]),
+        (KeyboardInterrupt(), [True]),
+        (ReaderLost("a process that reads data was lost"), [True]),
+        (PeerLost("rank 1 never came"), [False]),
+        (RuntimeError("in the program"), []),
+    ],
+)
+def test_a_training_that_others_cut_off_leaves_its_state(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, left: list[bool]
+):
+    def fails(*_: object) -> None:
+        raise error
+
+    found = list[bool]()
+    monkeypatch.setattr(training, "hear_of_no_reader", lambda: None)
+    trainer: Any = SimpleNamespace(train=fails, keeper=SimpleNamespace(leave=found.append))
+    ending: Any = SimpleNamespace(begin=lambda _: None, conclude=fails)
+    with pytest.raises(type(error)):
+        training._trained(trainer, ending, False)
+    assert found == left
 
 
 @pytest.mark.parametrize("spare", [True, False])

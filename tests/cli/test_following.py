@@ -250,3 +250,10 @@ def test_pipes_in_the_run_directory_of_another_keep_nobody_waiting(tmp_path: Pat
     looking.start()
     looking.join(5)
     assert found == [None, []]
+
+
+@pytest.mark.parametrize(("index", "folder"), [(None, "one"), (1, "sweep")])
+def test_logs_of_a_sweep_are_in_its_own_folder(tmp_path: Path, index: int | None, folder: str):
+    submission = Submission("sweep", tmp_path / "sweep", ("meshrun",), "/usr/bin/python3", Resources(2, 1, 1, 3600))
+    record = Record(submission, ("7",), index=index)
+    assert following.log_of(record, tmp_path / "one", "7") == tmp_path / folder / "logs" / "slurm-7.out"

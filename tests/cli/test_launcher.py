@@ -9,12 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from meshrun.cli.launcher import _failure_of, _obeyed, _stopped_in_time, lookout_of, seldom
+from meshrun.cli.launcher import _failure_of, _obeyed, _scene, _stopped_in_time, lookout_of, seldom
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import CutOff, RunFailed
 from meshrun.launch.job import Failure, Interrupted
 from meshrun.launch.post import Ends
+from meshrun.observe.story import Story
 
 STOPPED = {"step": 3, "of": 9, "why": "its time is up", "saved": True}
 
@@ -22,6 +24,15 @@ STOPPED = {"step": 3, "of": 9, "why": "its time is up", "saved": True}
 @pytest.fixture
 def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(RunConfig(target="digits", runs=tmp_path))
+
+
+def test_what_ranks_said_before_they_were_started_anew_is_not_why_they_failed_afterwards(run: RunDirectory):
+    began, story = [5.0], Story(Console(quiet=True))
+    with _scene(RunConfig("digits", cache="none"), run, "node", story, began) as (_, tell):
+        tell("note", text="nothing to begin anew for")
+        assert began == [5.0]
+        tell("restart", sentence="rank 1 was lost; all ranks are started again")
+        assert began[0] > 5.0
 
 
 @pytest.mark.parametrize(("codes", "again"), [((-9, -9), True), ((-9, 1), False)])

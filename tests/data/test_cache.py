@@ -223,6 +223,15 @@ def test_free_memory_is_what_the_group_of_processes_may_still_take(
     assert cache.free_memory() == free
 
 
+@pytest.mark.parametrize("is_memory", [False, True])
+def test_a_folder_in_memory_has_room_for_what_memory_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_memory: bool
+):
+    monkeypatch.setattr(cache, "_is_memory", lambda _: is_memory)
+    monkeypatch.setattr(cache, "free_memory", lambda: 5)
+    assert (cache._room(tmp_path) == 5) is is_memory
+
+
 def test_free_memory_is_a_number_of_this_machine():
     assert 1 << 20 < cache.free_memory() < 1 << 50
 

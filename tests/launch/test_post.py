@@ -378,3 +378,9 @@ def test_ranks_that_are_lost_elsewhere_are_named_to_a_node(tmp_path: Path):
     assert node.stops == [Stop(dead=(3, 5))]
     for wire in (ours, theirs):
         wire.close()
+
+
+def test_who_is_told_twice_to_end_waits_for_no_rank():
+    node: Any = SimpleNamespace(busy=True, fds=[], news=lambda: pytest.fail("it waits"))
+    stopped: Any = SimpleNamespace(at_once=True)
+    assert list(post._until_gone(node, stopped)) == []

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -36,6 +39,26 @@ def test_a_rank_that_is_started_anew_writes_its_log_behind_that_of_the_one_befor
     os.write(files[0], b"on again\n")
     os.close(files[0])
     assert log.read_text() == "why it was lost\non again\n"
+
+
+def test_what_another_rank_said_in_an_earlier_start_is_not_said_now(tmp_path: Path):
+    run = RunDirectory.create(RunConfig("digits", runs=tmp_path))
+    here: Any = SimpleNamespace(rank=1, size=2)
+    since = time.time()
+    with run.events_of(0).open("w") as events:
+        for moment, found in ((since - 60, False), (since + 1, True)):
+            failure = {"kind": "failure", "time": moment, "sentence": "the disk is full", "secondary": False}
+            print(json.dumps(failure), file=events, flush=True)
+            assert rank._said_elsewhere(run, here, "the disk is full", False, since, patience=0.01) is found
+
+
+@pytest.mark.parametrize(("ranks", "notes"), [(1, 0), (2, 1)])
+def test_that_ranks_have_nothing_to_do_with_each_other_is_told_once_and_where_there_are_several(ranks: int, notes: int):
+    told: Any = []
+    lone = script_rank._LoneRanks(SimpleNamespace(label="mine"), ranks, lambda *_, text: told.append(text))  # type: ignore[arg-type]
+    for _ in range(2):
+        lone._tell()
+    assert len(told) == notes
 
 
 @pytest.mark.parametrize(("status", "fails"), [(3, True), ("no data", True), (0, False), (None, False)])

@@ -69,8 +69,11 @@ def test_ranks_that_are_still_to_be_started_go_with_their_nursery_and_all_with_w
 @pytest.mark.parametrize(("code", "own"), [(-15, False), (-9, True), (1, True), (0, True)])
 def test_an_end_by_the_signal_of_the_launcher_is_not_the_ranks_own(code: int, own: bool):
     ranks = ranks_of()
-    ranks._alive[0] = _Process(1, -1, signal.SIGTERM)
+    file = os.open(os.devnull, os.O_RDONLY)
+    ranks._alive[0] = _Process(1, file, signal.SIGTERM)
     assert ranks._lost(0, code).own == own
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.close(file)
 
 
 @pytest.mark.parametrize(

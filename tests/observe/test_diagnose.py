@@ -112,6 +112,18 @@ def test_of_several_readers_the_one_that_is_not_idle_is_named(tmp_path: Path):
     assert "its data reader (process 8), which is in model.py:2 forward (time.sleep(9))" in finding.sentence
 
 
+def test_a_rank_that_shows_no_stack_waits_if_it_says_so_or_has_a_collective_under_way():
+    assert place_of(waiting(0, frames=[], groups=[])).kind == "others"
+    assert place_of(waiting(0, frames=[], pulse=pulse(0, what=""))).kind == "others"
+    assert place_of(waiting(0, frames=[], pulse=pulse(0, what=""), groups=[])).text == "has been computing"
+
+
+def test_a_reader_that_gives_no_answer_is_named_before_one_that_is_idle():
+    idle = DataReader(7, "S", [Frame(f"{TORCH}/utils/data/_utils/worker.py", 300, "_worker_loop")])
+    finding = diagnose([waiting(0, frames=READING, readers=[idle, DataReader(8, "S", [])]), waiting(1)])
+    assert "for its data reader (process 8), which gives no answer, while" in finding.sentence
+
+
 def test_a_reader_that_is_stopped_is_named_before_one_that_is_busy(tmp_path: Path):
     stopped = DataReader(7, "T", [Frame(f"{TORCH}/utils/data/_utils/worker.py", 300, "_worker_loop")])
     busy = DataReader(8, "S", [user_file(tmp_path, "time.sleep(9)"), *stopped.frames])

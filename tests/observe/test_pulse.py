@@ -207,3 +207,15 @@ def test_a_file_that_is_no_pulse_is_none(tmp_path: Path):
     assert PulseView.open(tmp_path, 0) is not None
     path.write_bytes(b"other-01" + path.read_bytes()[8:])
     assert PulseView.open(tmp_path, 0) is None
+
+
+def test_processor_time_is_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    clock = iter([1.0, 3.0, 6.0, 10.0])
+    monkeypatch.setattr(time, "thread_time", lambda: next(clock))
+    rank = Pulse.open(tmp_path, 0, generation=0)
+    view = PulseView.open(tmp_path, 0)
+    assert view is not None
+    for step, cpu in ((1, 2.0), (2, 5.0), (3, 9.0)):
+        rank.finished(step, 0.1, 0.0)
+        assert view.read().cpu == cpu
+    rank.close()

@@ -19,10 +19,10 @@ from meshrun.errors import UserError
 from meshrun.observe import history
 from meshrun.observe.drawing import Curve, curve, linear, logarithmic, smooth, thin
 from meshrun.observe.events import EventFile
-from meshrun.observe.history import Rank, read
+from meshrun.observe.history import Rank, Track, read
 from meshrun.observe.legs import Leg, legs_of
 from meshrun.observe.numbers import number, whole
-from meshrun.observe.report import _duration, _spread, write_report
+from meshrun.observe.report import _duration, _speed, _spread, write_report
 
 VOID = {"meta"}
 LARGEST = 300_000
@@ -536,6 +536,14 @@ def test_the_starts_of_a_run_are_found_in_its_events(tmp_path: Path) -> None:
 )
 def test_times_are_shown_in_units_that_people_use(seconds: float, shown: str) -> None:
     assert _duration(seconds) == shown
+
+
+def test_the_speed_is_shown_without_the_first_step_which_pays_for_the_start() -> None:
+    track = Track()
+    for step in (1, 2, 3):
+        track.add({"kind": "step", "step": step, "samples": 8, "seconds": 4.0 if step == 1 else 0.5})
+    shown = _speed(track)
+    assert list(shown.steps) == [2, 3] and list(shown.values) == [16.0, 16.0]
 
 
 def test_rows_that_are_shown_of_many_are_evenly_spaced_with_the_first_and_the_last() -> None:

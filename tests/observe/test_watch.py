@@ -73,6 +73,15 @@ def test_what_was_told_of_slow_ranks_is_not_held_against_those_that_come_after_t
     assert (watch._straggling._in_a_row, watch._straggling._told, watch._stopped) == ({}, {}, {})
 
 
+@pytest.mark.parametrize(("state", "at_length"), [("S", True), ("T", False), ("", False)])
+def test_a_rank_that_is_stopped_or_gone_is_not_waited_for_as_one_that_evaluates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, at_length: bool
+):
+    monkeypatch.setattr(watch_module.stacks, "state_of", lambda _: state)
+    watch = Watcher(tmp_path, tmp_path, DEFAULT, "node7")
+    assert watch._is_at_length(replace(pulse(0), phase="evaluating")) is at_length
+
+
 def test_a_hang_is_told_once(tmp_path: Path):
     watch, stuck = Watcher(tmp_path, tmp_path, DEFAULT, "node7"), waiting(0)
     over = SimpleNamespace(is_alive=lambda: False)
