@@ -21,7 +21,7 @@ from meshrun.check.disk import can_mount
 from meshrun.check.faults import Fault
 from meshrun.check.reached import TOLD, Reached, alike, differences, tensors_of, used_ids
 from meshrun.check.reached import _same_weights as same_weights
-from meshrun.check.scene import Scene
+from meshrun.check.scene import Life, Scene
 from meshrun.cli.chaos import armed_text
 from meshrun.cli.main import main
 from meshrun.cli.target import find
@@ -219,6 +219,19 @@ def test_a_run_that_reaches_the_same_is_looked_at_for_samples_and_left_overs(
     (scene.run.checkpoints / left).mkdir(parents=True)
     chaos._judge(scene, one, Outcome())
     assert one.failure == (f"{failure}{scene.run.checkpoints}" if left else failure)
+
+
+@pytest.mark.parametrize(("new_life", "looks"), [(True, 3), (False, 2)])
+def test_after_the_loss_of_ranks_only_steps_of_new_ones_are_going_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_life: bool, looks: int
+):
+    lives = [None, Life(1, 0, 6), Life(1, 1, 2)]
+    shown = iter(lives)
+    monkeypatch.setattr(Scene, "status", None)
+    monkeypatch.setattr(Scene, "life", lambda _: next(shown))
+    with Scene(tmp_path, Control(tmp_path), {}, 2) as scene:
+        assert scene.goes_on(Life(1, 0, 5), new_life) is not None
+    assert list(shown) == lives[looks:]
 
 
 def test_what_a_run_leaves_in_memory_is_found(tmp_path: Path):

@@ -6,13 +6,14 @@ import contextlib
 import gc
 import threading
 import time
+from collections import namedtuple
 from collections.abc import Generator, Iterator
 from typing import Any
 
 import pytest
 import torch
 
-from meshrun.data.feed import CudaLane, fed, on
+from meshrun.data.feed import CudaLane, fed, mapped, on
 from meshrun.data.loader import Loader, Reading, StepData
 from meshrun.data.order import Order
 from meshrun.data.shuffle import NONE
@@ -195,3 +196,10 @@ def test_a_training_on_a_gpu_is_fed_and_gives_up_its_readers(workers: int):
     gc.collect()
     assert time.perf_counter() - began < 20
     assert not any(each.name == "feed" for each in threading.enumerate())
+
+
+def test_batches_keep_their_kind_wherever_their_tensors_go():
+    pair = namedtuple("pair", "inputs targets")
+    batch = {"a": pair(torch.ones(1), "text"), "b": [torch.ones(1), (torch.ones(1), 3)]}
+    assert mapped(batch, lambda each: int(each) + 1) == {"a": pair(2, "text"), "b": [2, (2, 3)]}
+    assert type(mapped(batch, lambda each: each)["a"]) is pair

@@ -22,7 +22,7 @@ from meshrun.observe.events import EventFile
 from meshrun.observe.history import Rank, Track, read
 from meshrun.observe.legs import Leg, legs_of
 from meshrun.observe.numbers import number, whole
-from meshrun.observe.report import _duration, _speed, _spread, write_report
+from meshrun.observe.report import _best_step, _configuration, _duration, _speed, _spread, write_report
 
 VOID = {"meta"}
 LARGEST = 300_000
@@ -544,6 +544,19 @@ def test_the_speed_is_shown_without_the_first_step_which_pays_for_the_start() ->
         track.add({"kind": "step", "step": step, "samples": 8, "seconds": 4.0 if step == 1 else 0.5})
     shown = _speed(track)
     assert list(shown.steps) == [2, 3] and list(shown.values) == [16.0, 16.0]
+
+
+def test_secrets_among_the_options_are_not_shown() -> None:
+    options = {"api_key": "hush", "width": 7}
+    shown = _configuration({"config": {"options": options, "api_key": "hush"}, "resolved": {"options": options}})
+    assert "hush" not in shown and "<td>7</td>" in shown
+
+
+def test_the_best_evaluation_is_that_of_the_lowest_loss_that_is_a_number() -> None:
+    track = Track()
+    for step, loss in ((1, 0.5), (2, 0.3), (3, math.nan), (4, 0.4)):
+        track.add({"kind": "eval", "step": step, "scores": {"val": {"loss": loss}}})
+    assert _best_step(track) == 2 and _best_step(Track()) is None
 
 
 def test_rows_that_are_shown_of_many_are_evenly_spaced_with_the_first_and_the_last() -> None:

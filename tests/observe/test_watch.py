@@ -82,6 +82,12 @@ def test_a_rank_that_is_stopped_or_gone_is_not_waited_for_as_one_that_evaluates(
     assert watch._is_at_length(replace(pulse(0), phase="evaluating")) is at_length
 
 
+def test_what_is_told_of_slow_ranks_is_told_once(tmp_path: Path):
+    watch = Watcher(tmp_path, tmp_path, DEFAULT, "node7")
+    watch._notes.append("rank 1 is slow")
+    assert watch.notes() == ["rank 1 is slow"] and watch.notes() == []
+
+
 def test_a_hang_is_told_once(tmp_path: Path):
     watch, stuck = Watcher(tmp_path, tmp_path, DEFAULT, "node7"), waiting(0)
     over = SimpleNamespace(is_alive=lambda: False)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from meshrun import mesh
 from meshrun.parallel.dp import Cargo, Replicated, apply
+from meshrun.parallel.placed import Shard
 
 
 def sums_after_the_mean(replicas: list[tuple[float, float, float]]) -> list[float]:
@@ -43,6 +44,26 @@ def test_sums_that_were_unloaded_are_not_sent_again():
 
 def test_a_model_in_bf16_sends_its_sums_in_fp32():
     assert Cargo(nn.Identity(), nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))).hold.dtype == torch.float32
+
+
+def test_copies_of_frozen_parameters_are_brought_up_to_date_too():
+    placed: Any = Replicated.__new__(Replicated)
+    copies = [nn.Parameter(torch.zeros(2, dtype=torch.bfloat16), requires_grad=False) for _ in range(2)]
+    masters = [Shard("w", nn.Parameter(torch.ones(2)), (0,), (2,), (0,), copy=each) for each in copies]
+    placed._copied, placed.frozen = masters[:1], masters[1:]
+    placed.spread()
+    assert [each.tolist() for each in copies] == [[1.0, 1.0], [1.0, 1.0]]
+
+
+def test_what_a_micro_batch_does_not_use_is_not_always_used():
+    placed: Any = Replicated.__new__(Replicated)
+    used, idle = (nn.Parameter(torch.ones(1)) for _ in range(2))
+    placed.shards = [SimpleNamespace(computed=each) for each in (used, idle)]
+    placed._always_used = {used, idle}
+    for loss in (used * 2, used + idle):
+        with placed._noting_uses():
+            loss.sum().backward()
+    assert placed._always_used == {used}
 
 
 @pytest.mark.parametrize(("ranks", "settled", "tried"), [(3, True, True), (2, True, False), (3, False, False)])
