@@ -180,12 +180,17 @@ class Scene:
         raise NotSurvived(f"no step was finished within {self.patience:.0f} s: {self.where()}")
 
     def completes(self) -> None:
-        """Wait for the end of the run."""
-        assert self.launcher is not None
-        try:
-            self.launcher.wait(PATIENCE + 60)
-        except subprocess.TimeoutExpired:
-            raise NotSurvived(f"the run did not come to its end: {self.where()}") from None
+        """Wait for the end of the run, however long that is, as long as its ranks make progress."""
+        marks: list[tuple[int, int]] | None = None
+        give_up = 0.0
+        while self.status is None:
+            readings = [reading for rank in range(self.ranks) if (reading := self.reading(rank)) is not None]
+            now = [(reading.pid, reading.marks) for reading in readings]
+            if now != marks:
+                marks, give_up = now, time.monotonic() + self.patience
+            elif time.monotonic() > give_up:
+                raise NotSurvived(f"the run did not come to its end: {self.where()}")
+            time.sleep(CALM)
         if self.status != 0:
             raise NotSurvived(f"the launcher ended with status {self.status}: {self.last_words()}")
 

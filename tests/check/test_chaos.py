@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import time
 from collections import Counter, deque
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from meshrun.check.disk import can_mount
 from meshrun.check.faults import Fault
 from meshrun.check.reached import TOLD, Reached, alike, differences, tensors_of, used_ids
 from meshrun.check.reached import _same_weights as same_weights
-from meshrun.check.scene import Life, Scene
+from meshrun.check.scene import Life, NotSurvived, Scene
 from meshrun.cli.chaos import armed_text
 from meshrun.cli.main import main
 from meshrun.cli.target import find
@@ -90,6 +91,30 @@ def test_what_cannot_be_is_refused_before_anything_runs(
     with pytest.raises(SystemExit) as ended:
         main(["chaos", "digits", *map(str, words), "--json"])
     assert (ended.value.code, json.loads(capsys.readouterr().out)["error"]) == (2, error)
+
+
+class _Slow(Scene):
+    """A run of one rank that makes so many marks, one a tenth of a second, and ends after them or never."""
+
+    patience = 0.3
+
+    def __init__(self, marks: int, ends: bool) -> None:
+        self.ranks, self.began, self.marks, self.ends = 1, time.monotonic(), marks, ends
+
+    @property
+    def status(self) -> int | None:
+        return 0 if self.ends and time.monotonic() > self.began + self.marks / 10 else None
+
+    def reading(self, rank: int) -> Any:
+        marks = min(self.marks, int((time.monotonic() - self.began) * 10))
+        return SimpleNamespace(pid=1, marks=marks, rank=rank, generation=0, phase="computing", step=marks, what="")
+
+
+def test_a_long_run_is_waited_for_as_long_as_its_ranks_make_progress():
+    _Slow(10, ends=True).completes()
+    stuck = "the run did not come to its end: rank 0 of generation 0 is computing at step 2"
+    with pytest.raises(NotSurvived, match=stuck):
+        _Slow(2, ends=False).completes()
 
 
 @pytest.mark.parametrize("target", [str(PROGRAMS / "restless.py"), "digits"])
