@@ -34,7 +34,7 @@ from meshrun import typed_json
 from meshrun.errors import RunFailed, SharedError, UserError, described
 from meshrun.layout import AXES, Layout, parse
 from meshrun.store import process as store_process
-from meshrun.store.owners import listening_ports, owner_of_listener, shut_out_strangers
+from meshrun.store.owners import listening_ports, owner_of_listener, shut_out_strangers, take_no_more
 from meshrun.store.server import LOOPBACK
 from meshrun.world import World, cores, detect
 from meshrun.world.environment import choose_interfaces, inherited
@@ -363,13 +363,17 @@ def _mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
 
 @contextlib.contextmanager
 def _among_own_processes() -> Iterator[None]:
-    """Form groups, then end the connections of other users of this machine to the ports that groups have opened.
+    """Form groups, then close the ports that they have opened, and end the connections of other users to them.
 
-    gloo asks nobody for a proof: whoever connects first with the number that it expects is a rank to it.
+    gloo asks nobody for a proof: whoever connects first with the number that it expects is a rank to it. Once a group
+    is there all its ranks are connected, unless torch was told to let them connect when they first speak.
     """
     before = listening_ports() - _ports_of_groups
     yield
-    _ports_of_groups.update(listening_ports() - before)
+    opened = listening_ports() - before
+    if "TORCH_GLOO_LAZY_INIT" not in inherited():
+        take_no_more(opened)
+    _ports_of_groups.update(opened)
     shut_out_strangers(_ports_of_groups)
 
 

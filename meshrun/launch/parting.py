@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from meshrun import strict_json
+from meshrun.store.owners import polled_together
 
 LOOK_EVERY = 0.1
 
@@ -48,18 +49,7 @@ def is_anybody_gone(path: Path) -> bool:
 
 def let_go() -> int:
     """Shut down the connections of gloo in this process; returns how many there were."""
-    return sum(_shut(descriptors) for descriptors in _polled())
-
-
-def _polled() -> list[list[int]]:
-    """For each of the kernel's lists of descriptors that this process waits on, these."""
-    found = []
-    for entry in Path("/proc/self/fd").iterdir():
-        with contextlib.suppress(OSError):
-            if str(entry.readlink()) == "anon_inode:[eventpoll]":
-                lines = Path(f"/proc/self/fdinfo/{entry.name}").read_text().splitlines()
-                found.append([int(line.split()[1]) for line in lines if line.startswith("tfd:")])
-    return found
+    return sum(_shut(descriptors) for descriptors in polled_together())
 
 
 def _shut(descriptors: list[int]) -> int:

@@ -3,6 +3,7 @@
 owner_of_peer(connection)        # the user id, or None where no living process holds that end
 owner_of_listener(port)          # who listens on a loopback port
 shut_out_strangers(ports)        # end the connections of other users to ports of this process
+take_no_more(ports)              # nobody can connect to these ports of this process any more
 
 The kernel is asked for one connection (`sock_diag`), which takes as long with many connections on the machine as with
 few: a list of all of them would let any user slow down this one's runs. Its lists are read only where it answers no
@@ -12,6 +13,7 @@ such question.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import ipaddress
 import os
@@ -41,6 +43,10 @@ _REQUEST = struct.Struct("=BBxxI2s2s16s16sI8s")
 """inet_diag_req_v2: family, protocol, states, then the ends of a socket, its interface and its cookie."""
 _ANSWER = struct.Struct("=BBxx48x12xII")
 """inet_diag_msg: family, state, then the owner and the inode."""
+
+_SO_ATTACH_FILTER = 26
+_DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)
+"""A filter of packets (BPF) of one instruction: keep none of them."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +105,36 @@ def shut_out_strangers(ports: set[int]) -> int:
                 connection.shutdown(socket.SHUT_RDWR)
                 shut += 1
     return shut
+
+
+def take_no_more(ports: set[int]) -> int:
+    """Have the kernel drop whatever comes to these ports of this process by which somebody could connect.
+
+    gloo takes every connection to a port of a group for as long as the group is there, and ends the process when it
+    has no descriptor for one more; who is connected already stays so. Only ports that are waited on together with
+    other descriptors are meant, as gloo does: NCCL takes connections of ranks later, too.
+    """
+    own, polled = set(_own_sockets().values()), {descriptor for group in polled_together() for descriptor in group}
+    found = 0
+    drop_all = ctypes.create_string_buffer(_DROP_ALL)
+    program = struct.pack("HP", 1, ctypes.addressof(drop_all))
+    for descriptor in own & polled:
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
+            if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and listener.getsockname()[1] in ports:
+                listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+                found += 1
+    return found
+
+
+def polled_together() -> list[list[int]]:
+    """For each of the kernel's lists of descriptors that this process waits on, these."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if str(entry.readlink()) == "anon_inode:[eventpoll]":
+                lines = Path(f"/proc/self/fdinfo/{entry.name}").read_text().splitlines()
+                found.append([int(line.split()[1]) for line in lines if line.startswith("tfd:")])
+    return found
 
 
 def _asked(local: End, remote: End) -> int | None:

@@ -158,15 +158,20 @@ def test_a_stranger_gets_nothing_from_any_port_of_a_run(kind: str, tmp_path: Pat
 
 
 @ROOT_ONLY
-def test_silent_connections_of_a_stranger_do_not_keep_a_run_from_restarting(tmp_path: Path):
+def test_silent_connections_of_a_stranger_cost_ranks_nothing_and_do_not_keep_a_run_from_restarting(tmp_path: Path):
     with one_machine(tmp_path, 2) as (roots, _):
         ports = listeners(roots)
+        ranks = [psutil.Process(each.pid) for each in lives(tmp_path / "diary")]
+        before = [len(rank.net_connections("tcp")) for rank in ranks]
         reading, writing = os.pipe()
         pid = os.fork()
         if pid == 0:
             try:
                 os.setuid(NOBODY)
-                held = [socket.create_connection(each) for _ in range(100) for each in ports]
+                held = [socket.socket() for _ in range(100) for _ in ports]
+                for place, each in enumerate(held):
+                    each.setblocking(False)
+                    each.connect_ex(list(ports)[place % len(ports)])
                 os.write(writing, b"x")
                 time.sleep(100)
                 held.clear()
@@ -174,7 +179,9 @@ def test_silent_connections_of_a_stranger_do_not_keep_a_run_from_restarting(tmp_
                 os._exit(0)
         os.close(writing)
         try:
-            assert os.read(reading, 1) == b"x", "the stranger could connect"
+            assert os.read(reading, 1) == b"x", "the stranger has tried"
+            after = [len(rank.net_connections("tcp")) for rank in ranks]
+            assert all(now - then < 50 for now, then in zip(after, before, strict=True)), "gloo takes ranks alone"
             os.kill(lives(tmp_path / "diary")[0].pid, 9)
             wait_until(lambda: len(lives(tmp_path / "diary")) == 4, 60)
         finally:

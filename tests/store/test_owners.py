@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -11,7 +12,13 @@ from collections.abc import Iterator
 import pytest
 
 from meshrun.store import owners
-from meshrun.store.owners import listening_ports, owner_of_listener, owner_of_peer, shut_out_strangers
+from meshrun.store.owners import (
+    listening_ports,
+    owner_of_listener,
+    owner_of_peer,
+    shut_out_strangers,
+    take_no_more,
+)
 from meshrun.store.relay import Relay
 from meshrun.store.server import Server
 
@@ -138,6 +145,25 @@ def test_connections_of_other_users_are_ended_and_own_ones_stay(listener: socket
         assert strange.recv(1) == b""
         ends[0].sendall(b"x")
         assert own.recv(1) == b"x"
+
+
+def can_connect(where: tuple[str, int]) -> bool:
+    try:
+        socket.create_connection(where, timeout=0.2).close()
+    except TimeoutError:
+        return False
+    return True
+
+
+def test_nobody_connects_to_a_port_that_takes_no_more_and_who_is_connected_stays(listener: socket.socket):
+    where = listener.getsockname()
+    with socket.create_connection(where) as own, listener.accept()[0] as end, select.epoll() as waited_on:
+        assert take_no_more({where[1]}) == 0 and can_connect(where), "only a port that is polled with others is gloo's"
+        waited_on.register(listener, select.EPOLLIN)
+        assert take_no_more({where[1] + 1}) == 0 and can_connect(where), "another port is meant"
+        assert take_no_more({where[1]}) == 1 and not can_connect(where)
+        own.sendall(b"x")
+        assert end.recv(1) == b"x"
 
 
 @ROOT_ONLY
