@@ -20,6 +20,8 @@ from meshrun.store.owners import owner_of_peer
 from meshrun.store.server import LOOPBACK, PATIENCE
 
 _CHUNK = 1 << 18
+_GIVE_UP = 30.0
+"""Seconds in which the store has let this node in: strangers may keep its port busy, and push others out meanwhile."""
 
 
 class Relay:
@@ -62,12 +64,26 @@ class Relay:
                 connection.close()
 
     def _pass_on(self, near: socket.socket) -> None:
-        with near, contextlib.suppress(OSError), socket.create_connection(self._store, timeout=PATIENCE) as far:
-            prove(far, self._secret)
-            far.settimeout(None)
+        with near, contextlib.suppress(OSError), self._reached() as far:
             for side in (near, far):
                 side.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             _splice(near, far)
+
+    def _reached(self) -> socket.socket:
+        """A connection to the store, once both sides have proved the secret."""
+        give_up = time.monotonic() + _GIVE_UP
+        while True:
+            try:
+                with contextlib.ExitStack() as stack:
+                    far = stack.enter_context(socket.create_connection(self._store, timeout=PATIENCE))
+                    prove(far, self._secret)
+                    far.settimeout(None)
+                    stack.pop_all()
+                    return far
+            except (TimeoutError, ConnectionResetError):
+                if self._is_closed or time.monotonic() > give_up:
+                    raise
+                time.sleep(0.05)
 
 
 def _splice(near: socket.socket, far: socket.socket) -> None:

@@ -222,3 +222,23 @@ def test_a_node_that_has_proved_itself_stays(monkeypatch: pytest.MonkeyPatch):
         assert len(received(stranger, 65)) == 65 and stranger.recv(1) == b"", "the one that proves nothing goes"
         node.sendall(BEGIN + command(PING, b"1234"))
         assert received(node, 4) == b"1234"
+
+
+def test_a_relay_that_strangers_push_out_of_the_stores_port_tries_again():
+    """The port keeps few connections that have proved nothing, and closes the oldest for each further one."""
+    pushed_out = 3
+
+    def serve(port: socket.socket, server: Server) -> None:
+        for _ in range(pushed_out):
+            port.accept()[0].close()
+        with port.accept()[0] as near, knock(server) as far:
+            relay_module._splice(near, far)
+
+    with Server() as server, socket.create_server(("127.0.0.1", 0)) as port:
+        threading.Thread(target=serve, args=(port, server), daemon=True).start()
+        with (
+            Relay("127.0.0.1", port.getsockname()[1], SECRET) as relay,
+            socket.create_connection(("127.0.0.1", relay.port), timeout=20) as client,
+        ):
+            client.sendall(BEGIN + command(PING, b"ping"))
+            assert received(client, 4) == b"ping"
