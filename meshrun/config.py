@@ -51,11 +51,13 @@ RANGES = {
 A_YEAR = 365 * 24 * 3600
 UNITS = {"s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600}
 SECRET = re.compile(
-    r".*(?:token|secret|password|passwd|passphrase|credentials?)"
-    r"|(?:.*[-_.])?(?:pwd|auth|bearer|(?:api|access|private|secret|auth|account|wandb)[-_]?key)",
+    r".*token|.*(?:secret|password|passwd|passphrase|credential).*"
+    r"|(?:.*[-_.])?(?:pwd|pw|pass|auth|bearer|(?:api|access|private|auth|account|wandb|signing|encryption)[-_]?key)",
     re.I,
 )
 """Names of options whose values are nobody else's business."""
+_USER_OF_ADDRESS = re.compile(r"(?<=://)[^/?#\s@]*:[^/?#\s@]+(?=@)")
+"""A user's name and password in an address."""
 HIDDEN = "(hidden)"
 RESERVE = 1 << 20
 """Bytes that a run keeps free for itself in memory, for what its ranks write there when they are started anew."""
@@ -262,8 +264,13 @@ def without_secrets(words: Iterable[str]) -> tuple[str, ...]:
         elif equals and flag.startswith("--") and is_secret(flag):
             shown.append(f"{flag}={HIDDEN}")
         else:
-            shown.append(word)
+            shown.append(without_password(word))
     return tuple(shown)
+
+
+def without_password(text: str) -> str:
+    """A text for others to read: names and passwords of users in its addresses are hidden."""
+    return _USER_OF_ADDRESS.sub(HIDDEN, text)
 
 
 def _mode_of(document: dict[str, Any]) -> int:
@@ -278,7 +285,8 @@ def _holds_secret(value: Any, name: str = "") -> bool:
     if isinstance(value, list) and all(isinstance(each, dict) for each in value):
         return any(map(_holds_secret, value))
     words = name == "arguments" and isinstance(value, list) and without_secrets(map(str, value)) != tuple(value)
-    return words or (is_secret(name) and not isinstance(value, bool) and value not in (None, ""))
+    address = isinstance(value, str) and without_password(value) != value
+    return words or address or (is_secret(name) and not isinstance(value, bool) and value not in (None, ""))
 
 
 def option_fields() -> list[dataclasses.Field[Any]]:

@@ -365,9 +365,14 @@ def test_a_stop_of_other_types_counts_as_not_written(tmp_path: Path, change: dic
 def test_config_json_with_a_secret_is_for_its_owner_alone(tmp_path: Path):
     modes = [
         (RunDirectory.create(RunConfig("digits", runs=tmp_path, **given)).path / "config.json").stat().st_mode & 0o777
-        for given in ({"options": {"api_key": "x"}}, {"arguments": ("--password", "x")}, {"options": {"lr": 1}})
+        for given in (
+            {"options": {"api_key": "x"}},
+            {"arguments": ("--password", "x")},
+            {"options": {"source": "s3://me:x@host/data"}},
+            {"options": {"lr": 1}},
+        )
     ]
-    assert modes[:2] == [0o600, 0o600] and modes[2] != 0o600
+    assert modes[:3] == [0o600] * 3 and modes[3] != 0o600
 
 
 def test_what_a_run_was_before_stays_in_its_history(tmp_path: Path):

@@ -19,7 +19,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from meshrun.config import HIDDEN, is_secret, without_secrets, write_whole
+from meshrun.config import HIDDEN, is_secret, without_password, without_secrets, write_whole
 from meshrun.errors import UserError
 from meshrun.observe import drawing
 from meshrun.observe.chosen import decisions
@@ -448,7 +448,7 @@ def _configuration(document: dict[str, Any]) -> str:
     asked, came = _flat(config), _flat(resolved)
     names = list(dict.fromkeys([*asked, *came]))[:300]
     for values in (asked, came):
-        values.update({name: HIDDEN for name in values if is_secret(name)})
+        values.update({name: HIDDEN if is_secret(name) else without_password(text) for name, text in values.items()})
     body = "".join(
         f"<tr><td>{escape(cut(name, 80))}</td><td>{escape(cut(asked.get(name, ''), 200)) or '—'}</td>"
         f"<td>{escape(cut(came.get(name, ''), 200)) or '—'}</td></tr>"

@@ -172,6 +172,9 @@ def test_bad_input_is_a_sentence(tmp_path: Path, words: tuple[str, ...], sentenc
     assert ended.status == 2 and len(ended.sentences) == 1 and sentence in ended.sentences[0]
 
 
+FORMS_HERE = {"facts": {"rank": int}}
+
+
 def world(rank: int) -> World:
     return World(rank, 2, rank, 2, 0, 1, "here", "slurm", job="slurm-1.0.0")
 
@@ -198,7 +201,10 @@ def test_one_way_is_enough(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyP
     if way == "files":
         monkeypatch.setattr("meshrun.check.doctor.exchange.ask", lambda *_, **__: None)
     answers: list[Any] = [None, None]
-    with Listener("slurm-1.0.0", ports_of("slurm-1.0.0"), size=2) as first, Listener("slurm-1.0.0") as second:
+    with (
+        Listener("slurm-1.0.0", ports_of("slurm-1.0.0"), size=2, forms=FORMS_HERE) as first,
+        Listener("slurm-1.0.0") as second,
+    ):
         rounds(folder, [first, second], answers)
     assert answers == [{"sum": [0, 1]}] * 2
 
@@ -209,7 +215,10 @@ def test_what_an_earlier_launch_of_the_same_name_left_is_not_heard(tmp_path: Pat
     (home / "rank-0.json").write_text(json.dumps({"at": ["127.0.0.1"], "port": 9, "token": "old"}))
     (home / "old" / "facts-answer.json").write_text(json.dumps({"answer": {"sum": "old"}, "heard": {"1": "older"}}))
     answers: list[Any] = [None, None]
-    with Listener("slurm-1.0.0", ports_of("slurm-1.0.0"), size=2) as first, Listener("slurm-1.0.0") as second:
+    with (
+        Listener("slurm-1.0.0", ports_of("slurm-1.0.0"), size=2, forms=FORMS_HERE) as first,
+        Listener("slurm-1.0.0") as second,
+    ):
         rounds(tmp_path, [first, second], answers)
     assert answers == [{"sum": [0, 1]}] * 2
 
@@ -253,14 +262,50 @@ def test_on_one_machine_the_doctor_hears_this_user_alone_and_no_other_machine():
 
 
 def test_letters_of_no_rank_are_neither_believed_nor_kept():
-    with Listener("slurm-1.0.0", size=2) as listener:
-        letter = {"job": "slurm-1.0.0", "kind": "letter", "rank": 1, "phase": "facts", "token": "x", "document": {}}
+    with Listener("slurm-1.0.0", size=2, forms=FORMS_HERE) as listener:
+        document = {"rank": 1}
+        letter = {"job": "slurm-1.0.0", "kind": "letter", "rank": 1, "phase": "facts", "token": "x"}
         for wrong in ({"document": None}, {"document": 7}, {"rank": 2}, {"rank": -1}, {"token": 1}, {"phase": 1}):
-            assert ask("127.0.0.1", listener.port, {**letter, **wrong}, 1.0) is None
+            assert ask("127.0.0.1", listener.port, {**letter, "document": document, **wrong}, 1.0) is None
+        for forged in ({"document": {}}, {"document": {"rank": "1"}}, {"document": document, "phase": "facts-2"}):
+            assert ask("127.0.0.1", listener.port, {**letter, **forged}, 1.0) is None
+        long = {"rank": 1, "more": "x" * listener_module.LONGEST_LETTER}
+        assert ask("127.0.0.1", listener.port, {**letter, "document": long}, 1.0) is None
         assert not listener.letters
-        for number in range(2 * listener_module.LETTERS + 5):
-            ask("127.0.0.1", listener.port, {**letter, "phase": f"facts-{number}"}, 1.0)
-        assert len(listener.letters) == 2 * listener_module.LETTERS
+        assert ask("127.0.0.1", listener.port, {**letter, "document": document}, 1.0) is not None
+        assert list(listener.letters) == [("facts", 1)]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+@pytest.mark.parametrize("whose", ["folder", "link", "file"])
+def test_what_another_user_has_put_where_ranks_leave_files_is_not_used(tmp_path: Path, whose: str):
+    (elsewhere := tmp_path / "elsewhere" / "slurm-1.0.0-0").mkdir(parents=True)
+    home = tmp_path / "runs" / FOLDER
+    home.parent.mkdir()
+    with Listener("slurm-1.0.0", size=2, forms=FORMS_HERE) as listener:
+        if whose == "file":
+            exchange = Exchange(world(0), home.parent, listener, ["127.0.0.1"], 0.2)
+            (letters,) = home.glob("*/*/")
+            (letters / "facts-1.json").write_text(json.dumps({"token": "x", "document": {"rank": 1}}))
+            os.chown(letters / "facts-1.json", 65534, 65534)
+            assert exchange.round("facts", {"rank": 0}, lambda heard: {"heard": list(heard)}) == {"heard": [0]}
+            return
+        if whose == "link":
+            home.symlink_to(elsewhere.parent)
+        else:
+            home.mkdir()
+            os.chown(home, 65534, 65534)
+        exchange = Exchange(world(0), home.parent, listener, ["127.0.0.1"], 0.2)
+        exchange.close()
+        assert not exchange.files_work and list(elsewhere.parent.glob("**/*")) == [elsewhere]
+
+
+def test_a_file_that_no_rank_can_have_left_is_not_believed(tmp_path: Path):
+    with Listener("slurm-1.0.0", size=2, forms=FORMS_HERE) as listener:
+        exchange = Exchange(world(0), tmp_path, listener, ["127.0.0.1"], 0.2)
+        (letters,) = tmp_path.glob(f"{FOLDER}/*/*/")
+        (letters / "facts-1.json").write_text(json.dumps({"token": "x", "document": {"rank": "no number"}}))
+        assert exchange.round("facts", {"rank": 0}, lambda heard: {"heard": list(heard)}) == {"heard": [0]}
 
 
 def test_silent_connections_take_a_bounded_number_of_threads(monkeypatch: pytest.MonkeyPatch):

@@ -156,16 +156,30 @@ def test_the_value_of_an_option_that_is_a_secret_is_in_no_file_that_others_can_r
 
 
 def test_words_that_are_written_down_hide_the_values_of_secrets():
-    words = ["run", "--api-key=x", "--password", "y", "--lr", "1"]
-    assert without_secrets(words) == ("run", "--api-key=(hidden)", "--password", "(hidden)", "--lr", "1")
+    words = ["run", "--api-key=x", "--password", "y", "--lr", "1", "--from", "s3://me:z@host:9/a@b", "http://h:1/c@d"]
+    shown = ["run", "--api-key=(hidden)", "--password", "(hidden)", "--lr", "1", "--from", "s3://(hidden)@host:9/a@b"]
+    assert without_secrets(words) == (*shown, "http://h:1/c@d")
 
 
-@pytest.mark.parametrize("name", ["hftoken", "authToken", "--dbpassword", "wandb_key", "smtp-pwd", "basic_auth"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "hftoken",
+        "authToken",
+        "--dbpassword",
+        "wandb_key",
+        "smtp-pwd",
+        "basic_auth",
+        "pw",
+        "db_pass",
+        "credentials_json",
+    ],
+)
 def test_secrets_are_known_by_their_names_however_these_are_put_together(name: str):
     assert is_secret(name)
 
 
-@pytest.mark.parametrize("name", ["max_tokens", "tokenizer", "key", "author", "path", "seed"])
+@pytest.mark.parametrize("name", ["max_tokens", "tokenizer", "key", "author", "path", "passes", "bypass", "seed"])
 def test_names_of_other_things_are_no_secrets(name: str):
     assert not is_secret(name)
 

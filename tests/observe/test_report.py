@@ -547,7 +547,7 @@ def test_the_speed_is_shown_without_the_first_step_which_pays_for_the_start() ->
 
 
 def test_secrets_among_the_options_are_not_shown() -> None:
-    options = {"api_key": "hush", "width": 7}
+    options = {"api_key": "hush", "width": 7, "source": "s3://me:hush@host/data"}
     shown = _configuration({"config": {"options": options, "api_key": "hush"}, "resolved": {"options": options}})
     assert "hush" not in shown and "<td>7</td>" in shown
 

@@ -23,7 +23,7 @@ from meshrun.check.doctor.case import Case, Finding, Held
 from meshrun.check.doctor.exchange import Exchange, ports_of
 from meshrun.check.doctor.facts import Facts, is_loopback
 from meshrun.check.doctor.links import Links, Peer, peer_of, probe
-from meshrun.check.doctor.listener import Listener
+from meshrun.check.doctor.listener import Forms, Listener
 from meshrun.check.doctor.measure import Together, Work
 from meshrun.check.doctor.ports import held_ports, left_over
 from meshrun.check.doctor.reading import read
@@ -35,6 +35,14 @@ from meshrun.world.sites import load
 Document = dict[str, Any]
 IMPORT_S = 300.0
 """Seconds that ranks may take to import torch: from a busy file system that is long."""
+FORMS: Forms = {
+    "facts": {"facts": Facts},
+    "links": {"links": Links, "sees": bool},
+    "ready": {},
+    **{f"work-{number}": {"works": list[Work]} for number in range(measure.ROUNDS)},
+    "together": {"together": Together},
+}
+"""What ranks say in each round."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ def examine(world: World, runs: Path, asked: Asked) -> Seen | None:
     # Before any listener of ours is there: this must tell whether somebody else has the port.
     held = held_ports(world, asked.port) if world.rank == 0 else ()
     ports = ports_of(world.job) if world.rank == 0 and world.size > 1 else ()
-    with Listener(world.job, ports, LOOPBACK if world.nodes == 1 else "", world.size) as listener:
+    with Listener(world.job, ports, LOOPBACK if world.nodes == 1 else "", world.size, FORMS) as listener:
         mine = read(world, runs, site, listener.port)
         addresses = [each.address for each in mine.network.interfaces if not is_loopback(each)]
         exchange = Exchange(world, runs, listener, ["127.0.0.1"] if world.nodes == 1 else addresses, asked.timeout)

@@ -13,6 +13,7 @@ launcher names, at a port that follows from the job's name.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import secrets
@@ -25,7 +26,8 @@ from urllib.parse import quote
 
 from meshrun import strict_json
 from meshrun.check.doctor.listener import Listener, ask
-from meshrun.config import write_json
+from meshrun.config import made_private, write_json
+from meshrun.files import read_own
 from meshrun.world import World
 
 Document = dict[str, Any]
@@ -64,7 +66,9 @@ class Exchange:
         """Whether this rank has seen rank 0's file, or is rank 0 and could write it."""
         if world.rank == 0 and world.size > 1:
             with contextlib.suppress(OSError):
-                self._home.mkdir(parents=True, exist_ok=True)
+                self._home.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if not all(map(made_private, (self._home.parent, self._home))):
+                    raise PermissionError(errno.EPERM, "another user could say what ranks have left there")
                 (self._home / self._token).mkdir()
                 write_json(self._home / "rank-0.json", {"at": addresses, "port": listener.port, "token": self._token})
                 self.files_work = True
@@ -108,7 +112,7 @@ class Exchange:
 
     def close(self) -> None:
         """Leave nothing behind."""
-        if self._world.rank == 0:
+        if self._world.rank == 0 and self.files_work:
             shutil.rmtree(self._home, ignore_errors=True)
             with contextlib.suppress(OSError):
                 self._home.parent.rmdir()
@@ -131,7 +135,7 @@ class Exchange:
         there = set(_listed(folder))
         for rank in self._expected - set(found) - {0}:
             letter = _read(folder / f"{phase}-{rank}.json", there)
-            if letter is not None and "token" in letter and isinstance(letter.get("document"), dict):
+            if letter and "token" in letter and self._listener.understands(phase, letter.get("document")):
                 found[rank] = letter
         return found
 
@@ -203,7 +207,7 @@ def _read(path: Path, there: Collection[str] | None = None) -> Document | None:
     if path.name not in (_listed(path.parent) if there is None else there):
         return None
     with contextlib.suppress(OSError, ValueError):
-        return strict_json.read(path)
+        return strict_json.of_type(Document, strict_json.loads(read_own(path)), "it")
     return None
 
 

@@ -16,7 +16,7 @@ import socket
 import socketserver
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from meshrun import strict_json
@@ -24,10 +24,12 @@ from meshrun.store.owners import owner_of_peer
 from meshrun.store.server import LOOPBACK
 
 Document = dict[str, Any]
+Forms = Mapping[str, Mapping[str, Any]]
+"""For each phase the names in its letters, and what is of which type."""
 LONGEST = 16 << 20
-"""Bytes of a letter: more than any rank has to say."""
-LETTERS = 32
-"""Letters that are kept of each rank: one a phase."""
+"""Bytes of an answer: more than rank 0 has to say of all ranks."""
+LONGEST_LETTER = 256 << 10
+"""Bytes of a letter, which may be a stranger's: more than any rank has to say of itself."""
 CHUNK = 1 << 18
 
 
@@ -38,11 +40,13 @@ MOST = 256
 class Listener:
     """Answers at an address, on every interface where that is empty, until it is closed."""
 
-    def __init__(self, job: str, ports: Iterable[int] = (), address: str = "", size: int = 1) -> None:
-        """`ports` are tried before a free one is taken; `size` ranks may leave letters."""
+    def __init__(
+        self, job: str, ports: Iterable[int] = (), address: str = "", size: int = 1, forms: Forms | None = None
+    ) -> None:
+        """`ports` are tried before a free one is taken; `size` ranks may leave letters of these forms."""
         self.letters: dict[tuple[str, int], Document] = {}
         self.answers: dict[str, Document] = {}
-        self._job, self._size = job, size
+        self._job, self._size, self._forms = job, size, forms or {}
         for port in (*ports, 0):
             with contextlib.suppress(OSError):
                 self._server = _Server((address, port), _Talk)
@@ -69,14 +73,24 @@ class Listener:
                 return {"count": 0}  # of all that follows, until the peer has no more
             case "letter":
                 match asked:
-                    case {"rank": int(rank), "phase": str(phase), "token": str(), "document": {}} if self._takes(rank):
+                    case {"rank": int(rank), "phase": str(phase), "token": str(), "document": document} if (
+                        0 <= rank < self._size and self.understands(phase, document)
+                    ):
                         self.letters[phase, rank] = asked
                         return {"answer": self.answers.get(phase)}
         return {"error": "not understood"}
 
-    def _takes(self, rank: int) -> bool:
-        """Whether there is such a rank, and room for its letter: strangers may know the job's name."""
-        return 0 <= rank < self._size and len(self.letters) < LETTERS * self._size
+    def understands(self, phase: str, document: object) -> bool:
+        """Whether a rank may say this: strangers may know the job's name, or write where ranks leave files."""
+        form = self._forms.get(phase)
+        if form is None or not isinstance(document, dict):
+            return False
+        try:
+            for name, hint in form.items():
+                strict_json.of_type(hint, document.get(name), name)
+        except ValueError:
+            return False
+        return True
 
 
 class _Server(socketserver.ThreadingTCPServer):
@@ -116,7 +130,7 @@ class _Talk(socketserver.StreamRequestHandler):
     def handle(self) -> None:
         assert isinstance(self.server, _Server)
         with contextlib.suppress(OSError, ValueError):
-            while line := self.rfile.readline(LONGEST):
+            while line := self.rfile.readline(LONGEST_LETTER):
                 asked = strict_json.loads(line)
                 if not isinstance(asked, dict):
                     return
