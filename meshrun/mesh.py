@@ -34,7 +34,13 @@ from meshrun import typed_json
 from meshrun.errors import RunFailed, SharedError, UserError, described
 from meshrun.layout import AXES, Layout, parse
 from meshrun.store import process as store_process
-from meshrun.store.owners import listening_ports, owner_of_listener, shut_out_strangers, take_no_more
+from meshrun.store.owners import (
+    connections_to_ranks,
+    listening_ports,
+    owner_of_listener,
+    shut_out_strangers,
+    take_no_more,
+)
 from meshrun.store.server import LOOPBACK
 from meshrun.world import World, cores, detect
 from meshrun.world.environment import choose_interfaces, inherited
@@ -251,7 +257,7 @@ def _guard_groups() -> None:
 
     @functools.wraps(make)
     def guarded(*args: Any, **options: Any) -> Any:
-        with _among_own_processes():
+        with _among_own_processes(size=args[0]):
             return make(*args, **options)
 
     dist.distributed_c10d._new_process_group_helper = guarded
@@ -362,19 +368,26 @@ def _mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 @contextlib.contextmanager
-def _among_own_processes() -> Iterator[None]:
+def _among_own_processes(size: int = 1) -> Iterator[None]:
     """Form groups, then close the ports that they have opened, and end the connections of other users to them.
 
-    gloo asks nobody for a proof: whoever connects first with the number that it expects is a rank to it. Once a group
-    is there all its ranks are connected, unless torch was told to let them connect when they first speak.
+    gloo asks nobody for a proof: whoever connects first with the number that it expects is a rank to it, and what he
+    has sent by then would be taken for that rank's. Once a group of this size is there all its ranks are connected,
+    unless torch was told to let them connect when they first speak.
     """
-    before = listening_ports() - _ports_of_groups
+    before, ranks = listening_ports() - _ports_of_groups, connections_to_ranks()
     yield
     opened = listening_ports() - before
-    if "TORCH_GLOO_LAZY_INIT" not in inherited():
-        take_no_more(opened)
     _ports_of_groups.update(opened)
+    is_whole = "TORCH_GLOO_LAZY_INIT" not in inherited() and take_no_more(opened) > 0
     shut_out_strangers(_ports_of_groups)
+    if is_whole:
+        found = len(connections_to_ranks() - ranks)
+        if found < size - 1:
+            raise RuntimeError(
+                f"gloo: of {size - 1} ranks {found} are connected to this one; a process of another user of this "
+                f"machine has taken the place of a rank, or a rank is gone"
+            )
 
 
 def _layout_of(world: World, meeting: Meeting) -> Layout:

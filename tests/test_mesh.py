@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import select
 import socket
 import threading
 import time
@@ -291,10 +293,14 @@ def test_a_rank_0_that_goes_away_while_others_arrive_is_named():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user to try this")
-def test_other_users_are_kept_out_of_the_groups_that_a_program_forms_by_itself(monkeypatch: pytest.MonkeyPatch):
-    """While a group forms, its port takes anybody for a rank who comes first."""
+@pytest.mark.parametrize("place", ["none", "a rank's"])
+def test_other_users_are_kept_out_of_the_groups_that_a_program_forms_by_itself(
+    place: str, monkeypatch: pytest.MonkeyPatch
+):
+    """While a group forms, its port takes anybody for a rank who comes first, and what he sends for that rank's."""
     ports: list[socket.socket] = []
     strangers: list[socket.socket] = []
+    waited_on = select.epoll()
 
     def make(*_: object, **__: object) -> None:
         ports.append(socket.create_server(("127.0.0.1", 0)))
@@ -305,13 +311,18 @@ def test_other_users_are_kept_out_of_the_groups_that_a_program_forms_by_itself(m
             os.seteuid(0)
         strangers[0].connect(ports[0].getsockname())
         ports.append(ports[0].accept()[0])
+        if place == "a rank's":
+            for each in ports:
+                waited_on.register(each, select.EPOLLIN)
 
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_new_process_group_helper", make)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda: None)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "init_process_group", lambda: None)
     mesh.notice_groups(lambda: None)
-    torch.distributed.distributed_c10d._new_process_group_helper()
+    says_so = pytest.raises(RuntimeError, match="of 1 ranks 0 are connected to this one; a process of another user")
+    with says_so if place == "a rank's" else contextlib.nullcontext():
+        torch.distributed.distributed_c10d._new_process_group_helper(2)
     strangers[0].settimeout(5)
     assert strangers[0].recv(1) == b""
-    for each in (*ports, *strangers):
+    for each in (*ports, *strangers, waited_on):
         each.close()

@@ -10,14 +10,13 @@ connections: what waits on them raises at once, and there is time left to write 
 from __future__ import annotations
 
 import contextlib
-import os
 import socket
 import threading
 import time
 from pathlib import Path
 
 from meshrun import strict_json
-from meshrun.store.owners import polled_together
+from meshrun.store.owners import sockets_of_gloo
 
 LOOK_EVERY = 0.1
 
@@ -49,22 +48,10 @@ def is_anybody_gone(path: Path) -> bool:
 
 def let_go() -> int:
     """Shut down the connections of gloo in this process; returns how many there were."""
-    return sum(_shut(descriptors) for descriptors in polled_together())
-
-
-def _shut(descriptors: list[int]) -> int:
-    """gloo waits on its connections together with the port where it takes them; others in a process do not."""
-    with contextlib.ExitStack() as stack:
-        sockets = []
-        for descriptor in descriptors:
-            with contextlib.suppress(OSError):  # no socket, or closed meanwhile
-                # A copy: the number itself may stand for something else a moment later.
-                sockets.append(stack.enter_context(socket.socket(fileno=os.dup(descriptor))))
-        taking = [each for each in sockets if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
-        shut = 0
-        for each in sockets if taking else ():
+    shut = 0
+    for _, connections in sockets_of_gloo():
+        for each in connections:
             with contextlib.suppress(OSError):  # it may be shut already
-                if each not in taking:
-                    each.shutdown(socket.SHUT_RDWR)
-                    shut += 1
-        return shut
+                each.shutdown(socket.SHUT_RDWR)
+                shut += 1
+    return shut

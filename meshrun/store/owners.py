@@ -3,7 +3,8 @@
 owner_of_peer(connection)        # the user id, or None where no living process holds that end
 owner_of_listener(port)          # who listens on a loopback port
 shut_out_strangers(ports)        # end the connections of other users to ports of this process
-take_no_more(ports)              # nobody can connect to these ports of this process any more
+take_no_more(ports)              # nobody can connect to these ports of gloo's any more
+connections_to_ranks()           # those that gloo has
 
 The kernel is asked for one connection (`sock_diag`), which takes as long with many connections on the machine as with
 few: a list of all of them would let any user slow down this one's runs. Its lists are read only where it answers no
@@ -108,25 +109,57 @@ def shut_out_strangers(ports: set[int]) -> int:
 
 
 def take_no_more(ports: set[int]) -> int:
-    """Have the kernel drop whatever comes to these ports of this process by which somebody could connect.
+    """Have the kernel drop whatever comes to those of these ports that are gloo's; returns how many these are.
 
     gloo takes every connection to a port of a group for as long as the group is there, and ends the process when it
-    has no descriptor for one more; who is connected already stays so. Only ports that are waited on together with
-    other descriptors are meant, as gloo does: NCCL takes connections of ranks later, too.
+    has no descriptor for one more; who is connected already stays so. NCCL takes connections of ranks later, too.
     """
-    own, polled = set(_own_sockets().values()), {descriptor for group in polled_together() for descriptor in group}
     found = 0
     drop_all = ctypes.create_string_buffer(_DROP_ALL)
     program = struct.pack("HP", 1, ctypes.addressof(drop_all))
-    for descriptor in own & polled:
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as listener:
-            if listener.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN) and listener.getsockname()[1] in ports:
-                listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
+    for taking, _ in sockets_of_gloo():
+        for port in taking:
+            if port.getsockname()[1] in ports:
                 found += 1
+                with contextlib.suppress(OSError):  # a kernel without such filters
+                    port.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)
     return found
 
 
-def polled_together() -> list[list[int]]:
+def connections_to_ranks() -> set[tuple[End, End]]:
+    """gloo's connections in this process, but for those of other users of this machine."""
+    found = (each for _, connections in sockets_of_gloo() for each in connections if _may_be_rank(each))
+    return {(_end(each.getsockname()), _end(each.getpeername())) for each in found}
+
+
+def _may_be_rank(connection: socket.socket) -> bool:
+    """Whether the other end is of this user, or of another machine."""
+    try:
+        own, other = _end(connection.getsockname())[0], _end(connection.getpeername())[0]
+    except OSError:  # it is closed
+        return False
+    owner = owner_of_peer(connection)
+    return owner == os.geteuid() or (owner is None and own != other and not other.is_loopback)
+
+
+def sockets_of_gloo() -> Iterator[tuple[list[socket.socket], list[socket.socket]]]:
+    """gloo's ports in this process, and the connections that it waits on together with them.
+
+    Others in a process do not wait so. They are copies, which are closed afterwards: the number of a descriptor may
+    stand for something else a moment later.
+    """
+    for descriptors in _polled_together():
+        with contextlib.ExitStack() as stack:
+            sockets = []
+            for descriptor in descriptors:
+                with contextlib.suppress(OSError):  # no socket, or closed meanwhile
+                    sockets.append(stack.enter_context(socket.socket(fileno=os.dup(descriptor))))
+            taking = [each for each in sockets if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)]
+            if taking:
+                yield taking, [each for each in sockets if each not in taking]
+
+
+def _polled_together() -> list[list[int]]:
     """For each of the kernel's lists of descriptors that this process waits on, these."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():

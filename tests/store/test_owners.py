@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import select
@@ -13,6 +14,7 @@ import pytest
 
 from meshrun.store import owners
 from meshrun.store.owners import (
+    connections_to_ranks,
     listening_ports,
     owner_of_listener,
     owner_of_peer,
@@ -157,13 +159,32 @@ def can_connect(where: tuple[str, int]) -> bool:
 
 def test_nobody_connects_to_a_port_that_takes_no_more_and_who_is_connected_stays(listener: socket.socket):
     where = listener.getsockname()
-    with socket.create_connection(where) as own, listener.accept()[0] as end, select.epoll() as waited_on:
+    with (
+        socket.create_connection(where) as own,
+        listener.accept()[0] as end,
+        socket.create_server(("127.0.0.1", 0)) as before,
+        select.epoll() as waited_on,
+    ):
+        waited_on.register(before, select.EPOLLIN)
         assert take_no_more({where[1]}) == 0 and can_connect(where), "only a port that is polled with others is gloo's"
         waited_on.register(listener, select.EPOLLIN)
         assert take_no_more({where[1] + 1}) == 0 and can_connect(where), "another port is meant"
         assert take_no_more({where[1]}) == 1 and not can_connect(where)
         own.sendall(b"x")
         assert end.recv(1) == b"x"
+
+
+@ROOT_ONLY
+def test_whoever_has_taken_a_ranks_place_is_not_counted_as_one(listener: socket.socket):
+    where = listener.getsockname()
+    with select.epoll() as waited_on, contextlib.ExitStack() as stack:
+        waited_on.register(listener, select.EPOLLIN)
+        for connect in (lambda: socket.create_connection(where), lambda: of_nobody(where)):
+            stack.enter_context(connect())
+            waited_on.register(stack.enter_context(listener.accept()[0]), select.EPOLLIN)
+        of_nobody(where).close()
+        waited_on.register(stack.enter_context(listener.accept()[0]), select.EPOLLIN)
+        assert len(connections_to_ranks()) == 1
 
 
 @ROOT_ONLY
