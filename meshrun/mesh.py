@@ -35,7 +35,7 @@ from meshrun.errors import RunFailed, SharedError, UserError, described
 from meshrun.layout import AXES, Layout, parse
 from meshrun.store import process as store_process
 from meshrun.store.owners import (
-    connections_to_ranks,
+    connections_of_gloo,
     listening_ports,
     owner_of_listener,
     shut_out_strangers,
@@ -368,26 +368,27 @@ def _mesh_of(layout: Layout, device: torch.device) -> DeviceMesh:
 
 
 @contextlib.contextmanager
-def _among_own_processes(size: int = 1) -> Iterator[None]:
-    """Form groups, then close the ports that they have opened, and end the connections of other users to them.
+def _among_own_processes(size: int = 0) -> Iterator[None]:
+    """Form groups, then end the connections of other users of this machine to the ports that groups have opened.
 
     gloo asks nobody for a proof: whoever connects first with the number that it expects is a rank to it, and what he
-    has sent by then would be taken for that rank's. Once a group of this size is there all its ranks are connected,
-    unless torch was told to let them connect when they first speak.
+    has sent by then would be taken for that rank's. Once all ranks of a group of this size are connected, its ports
+    take nobody any more; a torch that lets ranks connect when they first speak needs them open.
     """
-    before, ranks = listening_ports() - _ports_of_groups, connections_to_ranks()
+    before, (ranks_before, others_before) = listening_ports() - _ports_of_groups, connections_of_gloo()
     yield
     opened = listening_ports() - before
     _ports_of_groups.update(opened)
-    is_whole = "TORCH_GLOO_LAZY_INIT" not in inherited() and take_no_more(opened) > 0
+    ranks, others = connections_of_gloo()
     shut_out_strangers(_ports_of_groups)
-    if is_whole:
-        found = len(connections_to_ranks() - ranks)
-        if found < size - 1:
-            raise RuntimeError(
-                f"gloo: of {size - 1} ranks {found} are connected to this one; a process of another user of this "
-                f"machine has taken the place of a rank, or a rank is gone"
-            )
+    connected = len(ranks - ranks_before)
+    if connected and connected >= size - 1 > 0:
+        take_no_more(opened)
+    elif connected < size - 1 and others - others_before:
+        raise RuntimeError(
+            f"gloo: {connected} of {size - 1} other ranks are connected to this one; a process of another user of this "
+            f"machine has taken the place of a rank, or a rank is gone"
+        )
 
 
 def _layout_of(world: World, meeting: Meeting) -> Layout:

@@ -319,7 +319,9 @@ def test_other_users_are_kept_out_of_the_groups_that_a_program_forms_by_itself(
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda: None)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "init_process_group", lambda: None)
     mesh.notice_groups(lambda: None)
-    says_so = pytest.raises(RuntimeError, match="of 1 ranks 0 are connected to this one; a process of another user")
+    says_so = pytest.raises(
+        RuntimeError, match="0 of 1 other ranks are connected to this one; a process of another user"
+    )
     with says_so if place == "a rank's" else contextlib.nullcontext():
         torch.distributed.distributed_c10d._new_process_group_helper(2)
     strangers[0].settimeout(5)

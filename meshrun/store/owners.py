@@ -4,7 +4,7 @@ owner_of_peer(connection)        # the user id, or None where no living process 
 owner_of_listener(port)          # who listens on a loopback port
 shut_out_strangers(ports)        # end the connections of other users to ports of this process
 take_no_more(ports)              # nobody can connect to these ports of gloo's any more
-connections_to_ranks()           # those that gloo has
+connections_of_gloo()            # those to ranks, and those of other users
 
 The kernel is asked for one connection (`sock_diag`), which takes as long with many connections on the machine as with
 few: a list of all of them would let any user slow down this one's runs. Its lists are read only where it answers no
@@ -36,6 +36,8 @@ TRIES = 3
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 End = tuple[Address, int]
 """An address and a port."""
+Ends = tuple[End, End]
+"""This end of a connection, and the other."""
 
 _NETLINK_SOCK_DIAG, _SOCK_DIAG_BY_FAMILY, _NLM_F_REQUEST, _NLMSG_ERROR = 4, 20, 1, 2
 _HEADER = struct.Struct("=IHHII")
@@ -126,20 +128,22 @@ def take_no_more(ports: set[int]) -> int:
     return found
 
 
-def connections_to_ranks() -> set[tuple[End, End]]:
-    """gloo's connections in this process, but for those of other users of this machine."""
-    found = (each for _, connections in sockets_of_gloo() for each in connections if _may_be_rank(each))
-    return {(_end(each.getsockname()), _end(each.getpeername())) for each in found}
+def connections_of_gloo() -> tuple[set[Ends], set[Ends]]:
+    """gloo's connections in this process: those to ranks, and those that other users of this machine have or had."""
+    ranks: set[Ends] = set()
+    others: set[Ends] = set()
+    for _, connections in sockets_of_gloo():
+        for each in connections:
+            with contextlib.suppress(OSError):  # it is closed
+                ends = _end(each.getsockname()), _end(each.getpeername())
+                (ranks if _may_be_rank(each, *ends) else others).add(ends)
+    return ranks, others
 
 
-def _may_be_rank(connection: socket.socket) -> bool:
+def _may_be_rank(connection: socket.socket, local: End, remote: End) -> bool:
     """Whether the other end is of this user, or of another machine."""
-    try:
-        own, other = _end(connection.getsockname())[0], _end(connection.getpeername())[0]
-    except OSError:  # it is closed
-        return False
     owner = owner_of_peer(connection)
-    return owner == os.geteuid() or (owner is None and own != other and not other.is_loopback)
+    return owner == os.geteuid() or (owner is None and local[0] != remote[0] and not remote[0].is_loopback)
 
 
 def sockets_of_gloo() -> Iterator[tuple[list[socket.socket], list[socket.socket]]]:
