@@ -39,7 +39,7 @@ from meshrun.launch.post import Ends, Post, take_part
 from meshrun.launch.ranks import Nursery
 from meshrun.layout import parse
 from meshrun.observe.events import EventFile
-from meshrun.observe.failures import first_failure
+from meshrun.observe.failures import first_failure, notes_in
 from meshrun.observe.report import write_report
 from meshrun.observe.story import Follow, Story
 from meshrun.observe.watch import ScriptWatcher, Watcher
@@ -72,7 +72,7 @@ def lead(asked: Asked, nursery: Nursery | None, wanted: Wanted, open_hub: OpenHu
             _obeyed(run),
             _renewed(asked, run),
             _scene(config, run, str(os.getpid()), story, began) as (memory, tell),
-            Follow(story, run.events_of(0), run.log_of(0)),
+            Follow(story, run.events_of(0), run.log_of(0), notes=notes_in(memory, 0)),
         ):
             remove(run.stopped_file)  # else a signal now would seem to have been obeyed
             hub = open_hub(run, tell)

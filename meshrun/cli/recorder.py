@@ -26,7 +26,7 @@ from meshrun.data.staging import missing_of
 from meshrun.errors import RunFailed, UserError, described
 from meshrun.observe.board import Board
 from meshrun.observe.events import Event, EventFile
-from meshrun.observe.failures import FirstFailure, failures_in, of_reader, write_traceback
+from meshrun.observe.failures import FirstFailure, notes_in, of_reader, write_traceback
 
 Tell = Callable[[Event], None]
 
@@ -43,17 +43,29 @@ class Recorder:
     """Hands each event to the events file and, on rank 0, to TensorBoard and to whoever shows it."""
 
     def __init__(self, run: RunDirectory, rank: int, tell: Tell | None, memory: Path | None = None) -> None:
-        """`memory` is the run's folder in the node's memory, where the launcher finds a failure on a full disk too."""
-        self._run, self._file, self._tell, self._memory = run, EventFile(run.events_of(rank)), tell, memory
+        """`memory` is the run's folder in the node's memory, where the launcher finds what the disk refuses."""
+        self._run, self._rank, self._tell, self._memory = run, rank, tell, memory
+        self._file = EventFile(run.events_of(rank))
         self.board: Board | None = None
-        self.step = 0
+        self.step, self._refused = 0, False
 
     def __call__(self, kind: str, **fields: Any) -> None:
         self._file.write(kind, **fields)
+        self._tell_refusal()
         self.step = fields.get("step", self.step)
         for listener in (self.board.add if self.board else None, self._tell):
             if listener is not None:
                 listener({"kind": kind, **fields})
+
+    def _tell_refusal(self) -> None:
+        """Once each time that the disk takes no events: the launcher, which reads them there, hears it from memory."""
+        refused_before, self._refused = self._refused, bool(self._file.refusal)
+        if self._refused and not refused_before and self._memory is not None:
+            EventFile(notes_in(self._memory, self._rank)).write(
+                "note",
+                text=f"cannot write {self._run.events_of(self._rank)}: {self._file.refusal}; the run goes on, and is "
+                f"shown again when there is room",
+            )
 
     def failure(self, error: BaseException, rank: int) -> FirstFailure:
         """Write down why this rank ends: a sentence in the events, the traceback in the log."""
@@ -76,7 +88,7 @@ class Recorder:
         about = {"rank": rank, "host": host, "step": self.step, "by_user": by_user, "secondary": secondary}
         self("failure", sentence=sentence, lines=lines, **about)
         if self._memory is not None:
-            EventFile(failures_in(self._memory, rank)).write("failure", sentence=sentence, lines=lines, **about)
+            EventFile(notes_in(self._memory, rank)).write("failure", sentence=sentence, lines=lines, **about)
         return FirstFailure(sentence, lines, log, by_user)
 
     def close(self) -> None:

@@ -171,9 +171,10 @@ def _write(path: Path, document: dict[str, Any], unwritten: list[str]) -> None:
     except OSError as error:
         missing.append(f"cannot write {path}: {error.strerror}")
     if missing:
+        again = "" if RunDirectory(path.parent).saved_step() is not None else " --from-start"
         raise RunFailed(
             f"the training has ended, but not all of it is kept: {'; '.join(missing)}; {_cure(missing)} and "
-            f"`meshrun resume {path.parent}`"
+            f"`meshrun resume {path.parent}{again}`"
         )
 
 

@@ -49,6 +49,8 @@ class LineFile:
         self._writing = threading.RLock()
         self.lost = 0
         """Lines that were given up, since too many waited."""
+        self.refusal = ""
+        """Why lines wait; nothing while all of them are in the file."""
         self.flush()
 
     def add(self, line: bytes) -> None:
@@ -61,17 +63,20 @@ class LineFile:
 
     def flush(self) -> bool:
         """Write what waits; whether all lines are in the file now."""
-        with self._writing, contextlib.suppress(OSError):
-            file = self._file or self._open()
-            while self._waiting:
-                line = self._waiting[0]
-                written = file.write(line) or 0
-                if written < len(line):
+        with self._writing:
+            try:
+                file = self._file or self._open()
+                while self._waiting:
+                    line = self._waiting[0]
+                    written = file.write(line) or 0
                     self._waiting[0] = line[written:]
-                    return False
-                self._waiting.popleft()
+                    if not self._waiting[0]:
+                        self._waiting.popleft()
+            except OSError as error:
+                self.refusal = error.strerror or str(error)
+                return False
+            self.refusal = ""
             return True
-        return False
 
     def _open(self) -> io.FileIO:
         self._path.parent.mkdir(exist_ok=True)
@@ -93,6 +98,11 @@ class EventFile:
 
     def __init__(self, path: Path) -> None:
         self._lines = LineFile(path)
+
+    @property
+    def refusal(self) -> str:
+        """Why events wait in memory; nothing while all of them are in the file."""
+        return self._lines.refusal
 
     def write(self, kind: str, **fields: Any) -> None:
         if self._lines.lost and self._lines.flush():

@@ -46,9 +46,9 @@ class FirstFailure:
         return f"{self.sentence}{shown}{log}"
 
 
-def failures_in(memory: Path, rank: int) -> Path:
-    """The file in the node's memory in which a rank says why it ends: the disk may take nothing more."""
-    return memory / f"failure-{rank:05d}.jsonl"
+def notes_in(memory: Path, rank: int) -> Path:
+    """The file in the node's memory in which a rank says why it ends, and that its disk is full: no disk is needed."""
+    return memory / f"notes-{rank:05d}.jsonl"
 
 
 def first_failure(
@@ -76,7 +76,7 @@ def first_failure(
 def _failure_of(run: RunDirectory, rank: int, since: float, memory: Path | None) -> Event | None:
     events = read_events(run.events_of(rank))
     if memory is not None:
-        events += read_events(failures_in(memory, rank))
+        events += read_events(notes_in(memory, rank))
     failures = (event for event in events if event["kind"] == "failure" and event["time"] >= since)
     return next((event for event in failures if _is_whole(event)), None)
 

@@ -163,12 +163,15 @@ def of_scores(scores: Mapping[str, float]) -> str:
 class Follow(Aside):
     """Tells a story from rank 0's events and log while they are written; what an earlier start wrote is known."""
 
-    def __init__(self, story: Story, events: Path, log: Path, is_own: bool = True) -> None:
-        """`is_own`: whether it was this user's program that has printed, and may do so with colours."""
+    def __init__(self, story: Story, events: Path, log: Path, is_own: bool = True, notes: Path | None = None) -> None:
+        """`is_own`: whether it was this user's program that has printed, and may do so with colours.
+
+        `notes`: where rank 0 says what the disk of its events refuses.
+        """
         super().__init__("story")
-        self._story, self._events, self._log, self._is_own = story, Follower(events), Follower(log), is_own
-        self._hides = False
-        for file in (self._events, self._log):
+        self._story, self._log, self._is_own, self._hides = story, Follower(log), is_own, False
+        self._told = [Follower(file) for file in (notes, events) if file is not None]
+        for file in (*self._told, self._log):
             file.new_lines()
 
     def _run(self) -> None:
@@ -177,7 +180,7 @@ class Follow(Aside):
             over = self._over.wait(0.25)
             for line in _readable_now(self._log.new_lines):
                 self._say(line.decode(errors="replace"))
-            for event in _readable_now(self._events.new):
+            for event in [event for file in self._told for event in _readable_now(file.new)]:
                 self._story.tell(event if self._is_own else {**event, "text": printable(str(event.get("text")))})
         if rest := self._log.rest:
             self._say(rest.decode(errors="replace"))

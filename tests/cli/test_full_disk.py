@@ -68,6 +68,8 @@ def test_a_disk_that_fails_for_a_while_costs_the_run_nothing(tmp_path: Path, dis
     (tmp_path / "gate-20").unlink()
     _, err = process.communicate(timeout=90)
     assert process.returncode == 0, err
+    told = err.count("cannot write runs/on_disk-1/events/rank-00000.jsonl: No space left on device; the run goes on")
+    assert told == (fails is Disk.fill), "what is open can be written to on a read-only disk"
     for rank in (0, 1):
         assert [event["step"] for event in events(run, rank, "step")] == list(range(1, STEPS + 1))
     notes = [event["text"] for event in events(run, 0, "note")]
@@ -129,7 +131,10 @@ def test_a_run_that_keeps_no_checkpoints_does_not_miss_one(tmp_path: Path):
 
 
 @pytest.mark.ranks(1)
-def test_a_directory_in_place_of_the_result_is_named_and_not_taken_for_a_full_disk(tmp_path: Path):
+@pytest.mark.parametrize(("checkpoint", "flag"), [("1", ""), ("none", " --from-start")])
+def test_a_directory_in_place_of_the_result_is_named_and_not_taken_for_a_full_disk(
+    tmp_path: Path, checkpoint: str, flag: str
+):
     real = RunDirectory.create.__func__
 
     def created(cls: type[RunDirectory], config: RunConfig) -> RunDirectory:
@@ -140,7 +145,8 @@ def test_a_directory_in_place_of_the_result_is_named_and_not_taken_for_a_full_di
     with (
         mock.patch.object(RunDirectory, "create", classmethod(created)),
         pytest.raises(
-            RunFailed, match=r"result.json: Is a directory; move the directory that is in its place and `mesh"
+            RunFailed,
+            match=f"result.json: Is a directory; move the directory that is in its place and `mesh.*-1{flag}`$",
         ),
     ):
-        in_process.trained(PROGRAM, tmp_path, {}, steps=2)
+        in_process.trained(PROGRAM, tmp_path, {}, steps=2, checkpoint=checkpoint)

@@ -11,7 +11,7 @@ from meshrun.cli.recorder import Recorder
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.mesh import PeerLost
 from meshrun.observe.events import read_events
-from meshrun.observe.failures import failures_in
+from meshrun.observe.failures import notes_in
 
 
 def failure_of(tmp_path: Path, error: Exception) -> list[dict[str, object]]:
@@ -21,7 +21,7 @@ def failure_of(tmp_path: Path, error: Exception) -> list[dict[str, object]]:
     recorder("step", step=4)
     recorder.failure(error, 1)
     recorder.close()
-    return [read_events(path)[-1] for path in (run.events_of(1), failures_in(tmp_path, 1))]
+    return [read_events(path)[-1] for path in (run.events_of(1), notes_in(tmp_path, 1))]
 
 
 def test_a_failure_names_its_step_and_is_in_the_nodes_memory_too(tmp_path: Path):
@@ -40,3 +40,18 @@ def test_batch_norm_of_one_sample_names_the_flags_that_give_it_more(tmp_path: Pa
         torch.nn.BatchNorm1d(3)(torch.zeros(1, 3))
     for event in failure_of(tmp_path, refused.value):
         assert "(--micro 2)" in str(event["sentence"]) and "(--sync-batchnorm)" in str(event["sentence"])
+
+
+def test_a_disk_that_takes_no_events_is_named_in_the_nodes_memory_once_each_time(tmp_path: Path):
+    run = RunDirectory.create(RunConfig("digits", runs=tmp_path))
+    run.events.rmdir()
+    run.events.write_text("in the place of the folder")
+    recorder = Recorder(run, 0, None, tmp_path)
+    for step in (1, 2):
+        recorder("step", step=step)
+    (note,) = read_events(notes_in(tmp_path, 0))
+    assert note["text"].startswith(f"cannot write {run.events_of(0)}: File exists; the run goes on")
+    run.events.unlink()
+    recorder("step", step=3)
+    assert [event["step"] for event in read_events(run.events_of(0))] == [1, 2, 3]
+    assert len(read_events(notes_in(tmp_path, 0))) == 1

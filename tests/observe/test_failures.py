@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.launch.local import Failure
 from meshrun.observe.events import EventFile
-from meshrun.observe.failures import failures_in, first_failure, of_reader, tail
+from meshrun.observe.failures import first_failure, notes_in, of_reader, tail
 
 KILLED = "was killed by SIGKILL"
 TERMINATED = "was killed by SIGTERM"
@@ -91,7 +91,7 @@ def test_of_several_failures_of_a_rank_the_first_is_told(run: RunDirectory):
 
 def test_failure_that_only_the_memory_of_the_node_could_take_is_found(run: RunDirectory, tmp_path: Path):
     said = {"rank": 1, "lines": [], "by_user": False, "secondary": False}
-    EventFile(failures_in(tmp_path, 1)).write("failure", time=5.0, sentence="rank 1 raised", **said)
+    EventFile(notes_in(tmp_path, 1)).write("failure", time=5.0, sentence="rank 1 raised", **said)
     assert first_failure(run, {1: EXITED}, "n7", memory=tmp_path).sentence == "rank 1 raised"
 
 
