@@ -34,7 +34,7 @@ from meshrun.cli.recorder import Recorder
 from meshrun.cli.target import Target, make
 from meshrun.config import RunConfig, RunDirectory, remove, write_json
 from meshrun.data.readers import has_lost_a_reader
-from meshrun.errors import RunFailed
+from meshrun.errors import RunFailed, UserError
 from meshrun.experiment import Experiment
 from meshrun.observe.board import Board
 from meshrun.observe.legs import legs_of
@@ -130,6 +130,8 @@ def _save_config(run: RunDirectory, config: RunConfig, resolved: dict[str, Any],
         run.save_config(config, resolved)
     except OSError as error:
         recorder("note", text=f"cannot write {run.path / 'config.json'}: {error.strerror}; the training goes on")
+    except UserError as error:  # it was damaged since the run began, and says no more how that went on before
+        recorder("note", text=f"{error}; the training goes on")
 
 
 def refuse_unsaved(trained: Trained) -> None:

@@ -7,12 +7,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 from safetensors import safe_open
 
 from meshrun.check.disk import Disk, can_mount
+from meshrun.cli import training
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import RunFailed
 from meshrun.observe.pulse import PulseView
@@ -150,3 +152,18 @@ def test_a_directory_in_place_of_the_result_is_named_and_not_taken_for_a_full_di
         ),
     ):
         in_process.trained(PROGRAM, tmp_path, {}, steps=2, checkpoint=checkpoint)
+
+
+@pytest.mark.ranks(1)
+def test_a_config_that_is_damaged_while_the_run_trains_does_not_cost_its_result(tmp_path: Path):
+    real, config = training._trained, tmp_path / "on_disk-1" / "config.json"
+
+    def damaged(*args: Any) -> dict[str, Any]:
+        config.write_text("{")
+        return real(*args)
+
+    with mock.patch.object(training, "_trained", damaged):
+        result, told = in_process.trained(PROGRAM, tmp_path, {}, steps=2)
+    assert result["steps"] == json.loads((config.parent / "result.json").read_text())["steps"] == 2
+    (note,) = [event["text"] for event in told if event["kind"] == "note" and "config.json" in event["text"]]
+    assert note.endswith("; the training goes on")
