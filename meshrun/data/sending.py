@@ -10,6 +10,8 @@ a millisecond that does not depend on the size, and more than copying a small te
 from __future__ import annotations
 
 import contextlib
+import errno
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +24,10 @@ from torch.utils.data._utils import worker
 
 SMALL = 1 << 19
 """Bytes of a tensor up to which it is sent by value."""
+
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM, errno.EFBIG, errno.EMFILE, errno.ENFILE)
+"""What the system says where memory is full, or a process has all that it may have (`ulimit -f`, `ulimit -n`)."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +70,9 @@ def _is_shared(each: Tensor) -> bool:
 
 
 def is_without_room(error: BaseException) -> bool:
-    """Whether torch has found no room in shared memory."""
-    return isinstance(error, RuntimeError) and "shared memory" in str(error) and "No space left" in str(error)
+    """Whether torch has found no room in shared memory, or may not use what there is."""
+    said = re.match(r"unable to .*</torch_\S*>.*\((\d+)\)", str(error)) if isinstance(error, RuntimeError) else None
+    return said is not None and int(said[1]) in _NO_ROOM
 
 
 @contextlib.contextmanager

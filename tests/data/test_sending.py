@@ -10,7 +10,7 @@ import torch
 
 from meshrun.data.loader import Loader, Reading
 from meshrun.data.order import Order
-from meshrun.data.sending import SMALL, _Value, packed, unpacked
+from meshrun.data.sending import SMALL, _Value, is_without_room, packed, unpacked
 
 Pair = namedtuple("Pair", "a b")
 LARGE = torch.zeros(SMALL + 1, dtype=torch.uint8)
@@ -53,8 +53,11 @@ def test_a_rank_gets_the_same_batches_from_readers_as_it_reads_itself():
         theirs["small"].add_(1)  # no view of what may not be written to
 
 
+FULL = "unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)"
+
+
 def refuse(*_: object, **__: object) -> None:
-    raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+    raise RuntimeError(FULL)
 
 
 def test_large_tensors_go_by_value_where_there_is_no_room_in_shared_memory(monkeypatch: pytest.MonkeyPatch):
@@ -73,3 +76,17 @@ def test_readers_put_samples_together_elsewhere_where_there_is_no_room_in_shared
     read = [list(Loader(Mixed(), order, 0, 1, Reading(workers=workers)).steps(0, 3)) for workers in (0, 1)]
     for alone, by_readers in zip(*read, strict=True):
         assert torch.equal(alone.batches[0][0]["large"], by_readers.batches[0][0]["large"])
+
+
+@pytest.mark.parametrize(
+    ("said", "is_one"),
+    [
+        (FULL, True),
+        ("unable to resize file </torch_7_1_0> to the right size: File too large (27)", True),
+        ("unable to open shared memory object </torch_7_1_0> in read-write mode: Too many open files (24)", True),
+        ("unable to open shared memory object </torch_7_1_0> in read-write mode: No such file or directory (2)", False),
+        ("the program's own: No space left on device (28)", False),
+    ],
+)
+def test_what_torch_says_where_shared_memory_cannot_be_had_is_known(said: str, is_one: bool):
+    assert is_without_room(RuntimeError(said)) is is_one
