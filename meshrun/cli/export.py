@@ -55,7 +55,8 @@ def export_command(
     from meshrun.state.checkpoint import Checkpoint
 
     folder = catalog.best(path) if best else catalog.find(path, step)
-    checkpoint = Checkpoint.open(folder)
+    with catalog.refusing_deleted(folder):
+        checkpoint = Checkpoint.open(folder)
     destination = out or _beside(folder) / f"{folder.name}{ENDINGS[to]}"
     if destination.exists() and (not destination.is_dir() or any(destination.iterdir())):
         raise UserError(f"{destination} is there already; remove it, or export to another place (--out)")
@@ -63,7 +64,8 @@ def export_command(
     note = _note(to, record, why)
     began = time.perf_counter()
     try:
-        written = _export(checkpoint, to, destination, record)
+        with catalog.refusing_deleted(folder):
+            written = _export(checkpoint, to, destination, record)
     except OSError as error:
         raise UserError(f"cannot write {destination}: {error.strerror} (--out)") from None
     seconds = time.perf_counter() - began

@@ -44,12 +44,15 @@ def inspect_command(
     try:
         checkpoint = Checkpoint.open(folder)
     except BadCheckpoint as error:
+        catalog.refuse_deleted(folder)
         if as_json:
             print(strict_json.dumps({"checkpoint": str(folder), "ok": False, "problems": [str(error)]}))
         else:
             print(f"meshrun: {error}", file=sys.stderr)
         return 1
     problems = _verified(checkpoint, quiet=as_json)
+    if problems:
+        catalog.refuse_deleted(folder)
     if as_json:
         print(strict_json.dumps(document(checkpoint, problems)))
     else:

@@ -10,11 +10,13 @@ A folder called step-… was complete when it got that name. `step-00000120.1` i
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
-from meshrun.errors import UserError
+from meshrun.errors import RunFailed, UserError
 from meshrun.state.checkpoint import MANIFEST, BadCheckpoint, Checkpoint
 
 PARTIAL = ".partial-"
@@ -51,7 +53,7 @@ def newest(folder: Path) -> Path | None:
 
 def find(path: Path, step: int | None = None) -> Path:
     """The checkpoint that a user names: itself, or a run with several, of which the last is meant or that of a step."""
-    if number(path) is not None or (path / MANIFEST).exists():
+    if (number(path) is not None and path.exists()) or (path / MANIFEST).exists():
         return path
     if not path.is_dir():
         raise UserError(f"{path} does not exist; give a run directory or a checkpoint in one")
@@ -99,6 +101,25 @@ def prune(folder: Path, keep: int, best_step: int | None) -> list[Path]:
     for path in gone:
         discard(path)
     return gone
+
+
+@contextlib.contextmanager
+def refusing_deleted(path: Path) -> Iterator[None]:
+    """Says of a checkpoint that could not be read that its run has deleted it meanwhile, if that is so."""
+    try:
+        yield
+    except BadCheckpoint:
+        refuse_deleted(path)
+        raise
+
+
+def refuse_deleted(path: Path) -> None:
+    """Refuse a checkpoint that was there, and is no more."""
+    if not path.exists():
+        raise RunFailed(
+            f"{path} was deleted while it was read: its run goes on, and keeps the newest ones only (--keep); give the "
+            f"command again"
+        )
 
 
 def discard(path: Path) -> None:

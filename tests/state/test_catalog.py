@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
-from meshrun.errors import UserError
+from meshrun.cli.export import Form, export_command
+from meshrun.cli.inspect import inspect_command
+from meshrun.errors import RunFailed, UserError
 from meshrun.state import catalog
+from meshrun.state.checkpoint import Checkpoint
 
 from .places import numbers, saved
 
@@ -17,7 +22,7 @@ from .places import numbers, saved
 def three(tmp_path: Path) -> Path:
     """Checkpoints of steps 5, 9 and 12, of which step 9 was the best when the last was made."""
     for step in (5, 9, 12):
-        saved(tmp_path / "checkpoints", {"w": numbers(2)}, step, {"best": {"step": 9, "loss": 0.5}})
+        saved(tmp_path / "checkpoints", {"model/w": numbers(2)}, step, {"best": {"step": 9, "loss": 0.5}})
     return tmp_path
 
 
@@ -107,3 +112,31 @@ def test_a_score_that_names_no_step_makes_no_checkpoint_the_best(three: Path):
     saved(three / "checkpoints", {"w": numbers(2)}, 13, {"best": {"loss": 0.5}})
     with pytest.raises(UserError, match="has not been evaluated"):
         catalog.best(three)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [lambda run: inspect_command(run, None, True), lambda run: export_command(run, Form.SAFETENSORS, run / "out")],
+)
+@pytest.mark.parametrize("after_opening", [False, True])
+def test_a_checkpoint_that_its_run_deletes_while_it_is_read_is_not_called_damaged(
+    three: Path, command: Callable[[Path], int], after_opening: bool
+):
+    opened = Checkpoint.open
+
+    def pruned(folder: Path) -> Checkpoint:
+        checkpoint = opened(folder) if after_opening else None
+        catalog.discard(folder)
+        return checkpoint or opened(folder)
+
+    with (
+        mock.patch.object(Checkpoint, "open", pruned),
+        pytest.raises(RunFailed, match="step-00000012 was deleted while it was read: its run goes on"),
+    ):
+        command(three)
+    assert command(three) == 0
+
+
+def test_a_checkpoint_that_is_not_there_is_refused_as_what_was_typed(three: Path):
+    with pytest.raises(UserError, match="step-00000013 does not exist; give a run directory"):
+        catalog.find(three / "checkpoints" / "step-00000013")
