@@ -132,7 +132,7 @@ class Follower:
             with open_plain(self._path) as file:
                 file.seek(self._read)
                 chunk = file.readall()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             return []
         self._read += len(chunk)
         *lines, self.rest = (self.rest + chunk).split(b"\n")

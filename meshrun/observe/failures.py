@@ -13,6 +13,7 @@ was killed wrote no event, so it comes before those that did; among events the e
 
 from __future__ import annotations
 
+import contextlib
 import re
 import traceback
 from collections.abc import Mapping, Sequence
@@ -74,11 +75,18 @@ def first_failure(
 
 
 def _failure_of(run: RunDirectory, rank: int, since: float, memory: Path | None) -> Event | None:
-    events = read_events(run.events_of(rank))
+    events = _readable(run.events_of(rank))
     if memory is not None:
         events += read_events(notes_in(memory, rank))
     failures = (event for event in events if event["kind"] == "failure" and event["time"] >= since)
     return next((event for event in failures if _is_whole(event)), None)
+
+
+def _readable(events: Path) -> list[Event]:
+    """What a rank has said, as far as the disk lets it be read: why that fails is not why the rank did."""
+    with contextlib.suppress(OSError):
+        return read_events(events)
+    return []
 
 
 def _is_whole(event: Event) -> bool:
@@ -99,7 +107,7 @@ def directory_gone(run: RunDirectory, when: str = "") -> str:
 def _killed(run: RunDirectory, rank: int, how: str, host: str) -> FirstFailure:
     if not (run.path / "config.json").exists():
         return FirstFailure(directory_gone(run), [], run.log_of(rank), False)
-    steps = [event.get("step") for event in read_events(run.events_of(rank)) if event["kind"] == "step"]
+    steps = [event.get("step") for event in _readable(run.events_of(rank)) if event["kind"] == "step"]
     where = f"after step {steps[-1]}" if steps else "before its first step"
     return FirstFailure(f"rank {rank} on {host} {how} {where}", tail(run.log_of(rank)), run.log_of(rank), False)
 

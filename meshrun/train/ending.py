@@ -178,7 +178,10 @@ class Ending:
         try:
             (self._run.path / "config.json").stat()
             self._missing = 0
-        except FileNotFoundError:  # of the folder it would say nothing: whoever writes a checkpoint makes it again
+        except (
+            FileNotFoundError,
+            NotADirectoryError,
+        ):  # of the folder it would say nothing: whoever writes a checkpoint makes it again
             self._missing += 1
         except OSError:
             return

@@ -95,6 +95,17 @@ def test_failure_that_only_the_memory_of_the_node_could_take_is_found(run: RunDi
     assert first_failure(run, {1: EXITED}, "n7", memory=tmp_path).sentence == "rank 1 raised"
 
 
+@pytest.mark.parametrize("what", ["the run directory", "the events"])
+def test_a_rank_of_a_run_that_a_file_or_a_folder_replaces_is_told_of_all_the_same(run: RunDirectory, what: str):
+    if what == "the events":  # which cannot be read then
+        run.events_of(1).mkdir()
+        assert first_failure(run, {1: EXITED}, "n7").sentence.startswith("rank 1 on n7 ended with exit status 1")
+        return
+    shutil.rmtree(run.path)
+    run.path.write_text("a file")
+    assert "was deleted, moved or unmounted" in first_failure(run, {1: EXITED}, "n7").sentence
+
+
 @pytest.mark.parametrize("fields", [{}, {"sentence": 5}, {"lines": "x"}, {"rank": "1"}, {"rank": -1}])
 def test_failure_that_lacks_what_is_shown_of_it_is_none(run: RunDirectory, fields: dict[str, Any]):
     whole = {"rank": 1, "sentence": "rank 1 raised", "lines": []}

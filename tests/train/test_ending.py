@@ -445,12 +445,17 @@ def test_rank_0_alone_looks_for_the_stop_file(alone: Here, tmp_path: Path, rank:
     assert (ending._deadline is None) == (rank == 1)
 
 
-def test_a_run_whose_directory_is_gone_twice_in_a_row_ends(alone: Here, tmp_path: Path):
-    ending = Ending(keeping_trainer(alone, tmp_path), RunDirectory(tmp_path), Signals(), None)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_run_whose_directory_is_gone_twice_in_a_row_ends(alone: Here, tmp_path: Path, replaced: bool):
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    ending = Ending(keeping_trainer(alone, tmp_path), run, Signals(), None)
     ending._refuse_deleted()
-    (tmp_path / "config.json").touch()
+    (run.path / "config.json").touch()
     ending._refuse_deleted()
-    (tmp_path / "config.json").unlink()
+    shutil.rmtree(run.path)
+    if replaced:
+        run.path.touch()
     ending._refuse_deleted()
     with pytest.raises(RunFailed, match=r"was deleted, moved or unmounted while the run trained \(step 0\)"):
         ending._refuse_deleted()
