@@ -40,6 +40,7 @@ from meshrun.launch.ranks import Nursery
 from meshrun.layout import parse
 from meshrun.observe.events import EventFile
 from meshrun.observe.failures import first_failure, notes_in
+from meshrun.observe.legs import legs_of
 from meshrun.observe.report import write_report
 from meshrun.observe.story import Follow, Story
 from meshrun.observe.watch import ScriptWatcher, Watcher
@@ -100,7 +101,9 @@ def _renewed(asked: Asked, run: RunDirectory) -> contextlib.AbstractContextManag
 def _failure_of(run: RunDirectory, memory: Path, failures: list[Failure], since: float) -> UserError | RunFailed:
     """Why the run has failed: what the first of its ranks said that failed."""
     with contextlib.suppress(Exception):  # a picture of what was reached, where there is enough for one
-        write_report(run.path)
+        # Of a run with a result it is there, and a start that was refused adds nothing to it.
+        if run.result() is None or any(leg.began >= since for leg in legs_of(run.events_of(0))):
+            write_report(run.path)
     ended = {each.rank: each.how for each in failures}
     failed = first_failure(run, ended, socket.gethostname(), since=since, memory=memory)
     if failed.by_user:

@@ -1,5 +1,7 @@
 """The starts of a run, from the events of its first rank: a run that is resumed, or loses a rank, has several.
 
+A start that has neither found a state to go on from nor made a step is none.
+
 legs_of(run.events_of(0))          # [Leg(began=…, seconds=31.2, layout="dp=2", first_step=0, last_step=120), …]
 """
 
@@ -59,6 +61,8 @@ def _leg(text: mmap.mmap, first: int, end: int) -> Leg | None:
         return None
     step = text.rfind(STEP, first, end)
     resumed = text.find(RESUMED, first, end)
+    if step < 0 and resumed < 0:
+        return None  # it was refused, or failed before it had begun
     before = _step(text, resumed) if resumed >= 0 else 0
     reached = _step(text, step) if step >= 0 else before
     since = number(start.get("began"), number(start.get("time")))

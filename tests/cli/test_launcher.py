@@ -43,6 +43,17 @@ def test_another_start_is_worth_it_only_where_all_ranks_that_failed_were_lost(
     assert isinstance(_failure_of(run, tmp_path, failures, 0.0), CutOff) is again
 
 
+@pytest.mark.parametrize(("began", "drawn"), [(9.0, True), (1.0, False)])
+def test_a_start_that_was_refused_does_not_draw_the_report_of_a_finished_run_anew(
+    run: RunDirectory, tmp_path: Path, began: float, drawn: bool
+):
+    (run.path / "result.json").write_text('{"steps": 3}')
+    events = [{"kind": "start", "began": began}, {"kind": "resumed", "step": 3}]
+    run.events_of(0).write_text("".join(json.dumps({"time": 9.0, **event}) + "\n" for event in events))
+    _failure_of(run, tmp_path, [Failure(0, 2, 9.5)], since=5.0)
+    assert (run.path / "report.html").exists() is drawn
+
+
 def test_slurm_is_asked_again_only_after_some_seconds(monkeypatch: pytest.MonkeyPatch):
     clock = iter([100.0, 104.0, 105.0, 105.5, 106.0, 110.0, 0.0])  # an answer takes half a second
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))

@@ -577,6 +577,13 @@ def test_a_start_that_came_to_no_step_stands_where_it_was_resumed(tmp_path: Path
     assert legs_of(run.events_of(0))[-1] == Leg(6000.0, 1.0, "slurm", "dp=1", 1, 20, 20)
 
 
+def test_a_start_that_was_refused_is_none(tmp_path: Path) -> None:
+    run = resumed_run(tmp_path)
+    write_at(run, 6000.0, "start", world=1, layout="dp=1", launcher="slurm", total_steps=80)
+    write_at(run, 6001.0, "failure", sentence="was trained with seed 0 but seed is 5 now", lines=[], by_user=True)
+    assert [leg.last_step for leg in legs_of(run.events_of(0))] == [12, 20]
+
+
 def test_the_report_of_a_resumed_run_has_the_time_of_all_its_starts_and_marks_them(tmp_path: Path) -> None:
     run = resumed_run(tmp_path)
     (run.path / "result.json").write_text(json.dumps({"steps": 20, "seconds": 13.0, "layout": "dp=1", "world": 1}))
