@@ -359,9 +359,10 @@ class RunDirectory:
         """Go on with another configuration, for the holder of the run's lock; the old ones stay under `history`.
 
         `read` is the config.json that the configuration was made from: where another process has started the run since
-        then, this one is refused. A UserError inside of the `with` brings the old config.json back.
+        then, this one is refused. A UserError inside of the `with` brings the old config.json back, unless there is
+        a checkpoint by then which the new configuration has made.
         """
-        before = self.document()
+        before, saved = self.document(), self.saved_step()
         if any(before.get(name) != read.get(name) for name in ("config", "history")):
             raise SharedError(f"{self.path} was started by another process in the meantime; give the command again")
         latest = {name: value for name, value in before.items() if name != "history"}
@@ -371,8 +372,9 @@ class RunDirectory:
         try:
             yield
         except UserError:
-            with contextlib.suppress(OSError):
-                write_json(self.path / "config.json", before, _mode_of(before))
+            if self.saved_step() == saved:
+                with contextlib.suppress(OSError):
+                    write_json(self.path / "config.json", before, _mode_of(before))
             raise
 
     def document(self) -> dict[str, Any]:

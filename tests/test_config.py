@@ -409,6 +409,15 @@ def test_a_configuration_that_is_refused_leaves_the_one_before(tmp_path: Path):
     assert run.document() == before
 
 
+def test_a_configuration_that_has_made_a_checkpoint_stays_when_the_run_fails(tmp_path: Path):
+    config = RunConfig("digits", runs=tmp_path)
+    run = RunDirectory.create(config)
+    with pytest.raises(UserError), run.renewed(dataclasses.replace(config, seed=9), run.document()):
+        (run.checkpoints / "step-00000009").mkdir(parents=True)
+        raise UserError("sample 7 cannot be read")
+    assert run.config().seed == 9, "or resume would go on from that checkpoint with other options"
+
+
 def test_a_config_json_of_a_newer_version_is_refused(tmp_path: Path):
     for format in (999, config_module.FORMAT + 1):
         (tmp_path / "config.json").write_text(f'{{"format": {format}, "config": {{}}}}')
