@@ -21,7 +21,7 @@ from meshrun.cli.nursery import nursery_for
 from meshrun.config import RunDirectory
 from meshrun.errors import SharedError, UserError, printable
 from meshrun.launch.agents import refuse_blindness
-from meshrun.launch.lock import lock
+from meshrun.launch.lock import refuse_held
 from meshrun.launch.ranks import Nursery
 from meshrun.world import detect
 
@@ -71,11 +71,11 @@ def resume_command(asked: Asked, nursery: Nursery | None = None) -> dict[str, An
 def _refuse_without_checkpoint(run: RunDirectory) -> None:
     """A run that has kept no checkpoint would begin again at step 0, and replace all that it has reached."""
     if run.saved_step() is None:
-        with lock(run):  # refuses a run that is being trained just now, in a sentence of its own
-            raise SharedError(
-                f"{run.path} has no checkpoint to go on from; to begin it again at step 0, and replace what it has "
-                f"reached, give --from-start"
-            )
+        refuse_held(run)
+        raise SharedError(
+            f"{run.path} has no checkpoint to go on from; to begin it again at step 0, and replace what it has "
+            f"reached, give --from-start"
+        )
 
 
 def _refuse_complete(run: RunDirectory, asked: Asked, before: dict[str, Any]) -> None:

@@ -64,6 +64,19 @@ def lock(run: RunDirectory, note: Callable[[str], None] = lambda _text: None) ->
         os.close(file)
 
 
+def refuse_held(run: RunDirectory) -> None:
+    """Refuse in a sentence if somebody owns the run, and write nothing."""
+    path = run.path / NAME
+    if not path.exists():
+        return
+    with _refused(path):
+        file = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            _take(run, path, file, lambda _text: None)
+        finally:
+            os.close(file)
+
+
 @contextlib.contextmanager
 def _refused(path: Path) -> Iterator[None]:
     """Says which file it is that the system refuses: another user's, on a full disk or on a read-only one."""

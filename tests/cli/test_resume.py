@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,8 +118,10 @@ def test_a_run_without_a_checkpoint_is_refused(run: RunDirectory):
         f"{run.path} has no checkpoint to go on from; to begin it again at step 0, and replace what it has reached, "
         f"give --from-start"
     )
+    killed = json.dumps({"host": socket.gethostname(), "pid": 1 << 30, "started": "a while ago"})
+    (run.path / ".lock").write_text(killed)
     assert refusal(run.path, "--steps", "9") == expected
-    assert run.config().steps == 8
+    assert run.config().steps == 8 and (run.path / ".lock").read_text() == killed
 
 
 def test_a_run_that_trains_and_has_no_checkpoint_yet_is_said_to_be_in_use(run: RunDirectory):
