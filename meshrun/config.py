@@ -368,13 +368,17 @@ class RunDirectory:
         latest = {name: value for name, value in before.items() if name != "history"}
         history = [*before.get("history", []), latest]
         document = {"format": FORMAT, "config": config.to_json(), "history": history}
-        write_json(self.path / "config.json", document, _mode_of(document))
+        path = self.path / "config.json"
+        try:
+            write_json(path, document, _mode_of(document))
+        except OSError as error:
+            raise SharedError(f"cannot write {path}: {error.strerror}; nothing of the run was changed") from error
         try:
             yield
         except UserError:
             if self.saved_step() == saved:
                 with contextlib.suppress(OSError):
-                    write_json(self.path / "config.json", before, _mode_of(before))
+                    write_json(path, before, _mode_of(before))
             raise
 
     def document(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import secrets
@@ -406,6 +407,24 @@ def test_a_configuration_that_is_refused_leaves_the_one_before(tmp_path: Path):
     before = run.document()
     with pytest.raises(UserError, match="no"), run.renewed(dataclasses.replace(config, steps=9), before):
         raise UserError("no")
+    assert run.document() == before
+
+
+def test_a_disk_that_cannot_take_another_configuration_is_named_and_keeps_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    run = RunDirectory.create(RunConfig("digits", runs=tmp_path))
+    before = run.document()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(config_module, "write_json", full)
+    with (
+        pytest.raises(SharedError, match="cannot write .*config.json: No space left"),
+        run.renewed(run.config(), before),
+    ):
+        pytest.fail("it is to begin with what it was given")
     assert run.document() == before
 
 
