@@ -421,7 +421,7 @@ def test_a_disk_that_cannot_take_another_configuration_is_named_and_keeps_the_on
 
     monkeypatch.setattr(config_module, "write_json", full)
     with (
-        pytest.raises(SharedError, match="cannot write .*config.json: No space left"),
+        pytest.raises(SharedError, match=r"cannot write .*config.json: No space left"),
         run.renewed(run.config(), before),
     ):
         pytest.fail("it is to begin with what it was given")
