@@ -69,9 +69,10 @@ class LineFile:
                 while self._waiting:
                     line = self._waiting[0]
                     written = file.write(line) or 0
-                    self._waiting[0] = line[written:]
-                    if not self._waiting[0]:
-                        self._waiting.popleft()
+                    if written < len(line):  # the next line hears why
+                        self._waiting[0] = line[written:]
+                        return False
+                    self._waiting.popleft()
             except OSError as error:
                 self.refusal = error.strerror or str(error)
                 return False
