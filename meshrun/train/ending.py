@@ -178,10 +178,8 @@ class Ending:
         try:
             (self._run.path / "config.json").stat()
             self._missing = 0
-        except (
-            FileNotFoundError,
-            NotADirectoryError,
-        ):  # of the folder it would say nothing: whoever writes a checkpoint makes it again
+        # Of the folder it would say nothing: whoever writes a checkpoint makes it again.
+        except (FileNotFoundError, NotADirectoryError):
             self._missing += 1
         except OSError:
             return
