@@ -831,6 +831,30 @@ def test_what_neither_the_node_nor_memory_can_hold_is_refused(
         Table(path)
 
 
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_a_long_text_of_very_many_rows_is_refused_before_the_disk_is_full(
+    node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+):
+    monkeypatch.setattr(turned, "_LARGEST", 1 << 24)
+    rows = pa.table({"a": pa.DictionaryArray.from_arrays(np.zeros(1000, np.int32), ["x" * 100_000])})
+    path = tmp_path / f"t.{ending}"
+    if ending == "parquet":
+        pa.parquet.write_table(rows, path, compression="zstd")
+    else:
+        with pa.ipc.new_stream(path, rows.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+            writer.write_table(rows)
+    with pytest.raises(UserError, match=r"more than 16,777,216 bytes of rows packed into [\d,]+, .* fill the disk"):
+        Table(path)
+    assert not any(each.stat().st_size > 1000 for each in node.iterdir())
+
+
+def test_a_text_that_is_longer_than_its_file_can_hold_is_refused(tmp_path: Path):
+    path = tmp_path / "t.parquet"
+    pa.parquet.write_table(pa.table({"a": ["x" * 70_000_000]}), path, compression="zstd")
+    with pytest.raises(UserError, match=r"row group 0 of .* has rows of 70,\d+,\d+ bytes .* cannot hold"):
+        Table(path)
+
+
 def test_names_of_twenty_thousand_columns_are_read_in_time_and_not_all_listed(tmp_path: Path):
     names = [f"c{number}" for number in range(20_000)]
     (tmp_path / "t.csv").write_text(",".join(names) + "\n" + ",".join(["1"] * len(names)) + "\n")

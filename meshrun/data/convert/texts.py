@@ -184,7 +184,11 @@ def _numbered(source: Path, each: Input, path: Path, at: int) -> str:
 
 
 def _of_rows(source: Path, unit: Unit, path: Path, column: str) -> Iterator[Document]:
+    from meshrun.data.sources.turned import refuse_beyond  # late: it imports pyarrow
+
     table, number = _parquet(source, unit.input, column), 0
+    group = table.metadata.row_group(unit.begin)
+    refuse_beyond(path, unit.begin, group.total_byte_size // max(1, group.num_rows))
     before = sum(table.metadata.row_group(group).num_rows for group in range(unit.begin))
     try:
         for rows in table.iter_batches(_ROWS, [unit.begin], [column], use_threads=False):

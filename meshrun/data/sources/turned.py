@@ -40,6 +40,8 @@ _BATCH = 16 << 20
 _ROWS = 1 << 16
 """Most rows of a record batch."""
 
+_LARGEST = 1 << 30
+"""Bytes on a disk that any file may become."""
 _LEAST_ROWS = 32
 """Rows of lists of texts that are read at a time, however long these may be."""
 _SECONDS_TO_ASK = 10
@@ -95,6 +97,8 @@ def _fill(
     sink: Any, path: Path, schema: pa.Schema, found: Iterator[tuple[pa.RecordBatch, float]], most: int | None
 ) -> None:
     told = Progress(path, "turning it into a file whose rows can be read by number")
+    size = path.stat().st_size
+    largest = max(_LARGEST, DENSEST * size)
     for field in schema:
         if _has_dictionary(field.type):
             raise UserError(
@@ -115,6 +119,11 @@ def _fill(
                     writer.write_batch(piece)
                     if most is not None and sink.tell() > most:
                         raise _TooLarge
+                    if sink.tell() > largest:  # a text that is there once, for each of any number of rows
+                        raise UserError(
+                            f"{path} has more than {largest:,} bytes of rows packed into {size:,}, which is damage or "
+                            f"would fill the disk; write it again, in several files"
+                        )
             told(share)
 
 
@@ -176,6 +185,7 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Batches:
     def batches() -> Iterator[tuple[pa.RecordBatch, float]]:
         for group in range(file.num_row_groups):
             about = file.metadata.row_group(group)
+            refuse_beyond(path, group, about.total_byte_size // max(1, about.num_rows))
             rows = max(1, min(_ROWS, _BATCH * about.num_rows // max(1, about.total_byte_size)))
             rows = min(rows, of_lists[group]) if of_lists else rows
             try:
@@ -216,15 +226,21 @@ def _rows_of_lists(path: Path) -> list[int]:
         raise UserError(
             f"{path} is no whole Parquet file: what it says of its columns is damaged; copy or write it again"
         )
-    most, found = path.stat().st_size, []
+    found = []
     for number, (size, of_texts) in enumerate(json.loads(text)):
-        if size > max(LARGE, DENSEST * most):
-            raise UserError(
-                f"row group {number} of {path} has rows of {size:,} bytes by what it says of itself, which a file of "
-                f"{most:,} bytes cannot hold; copy or write it again"
-            )
+        refuse_beyond(path, number, size)
         found.append(max(1, min(_BATCH // max(1, size), max(_LEAST_ROWS, LARGE // max(1, of_texts)))))
     return found
+
+
+def refuse_beyond(path: Path, group: int, row: int) -> None:
+    """Refuse a row group with rows of so many bytes in memory that a file of this size cannot hold them."""
+    size = path.stat().st_size
+    if row > max(LARGE, DENSEST * size):
+        raise UserError(
+            f"row group {group} of {path} has rows of {row:,} bytes by what it says of itself, which a file of "
+            f"{size:,} bytes cannot hold; copy or write it again"
+        )
 
 
 def _sizes_of_rows(group: Any) -> tuple[int, int]:
