@@ -358,12 +358,12 @@ def _help(command: Command, target: Target | None) -> str:
 def _app(help: str, panels: list[tuple[str, list[Option]]], passes_on: bool, call: Callable[..., Any]) -> typer.Typer:
     """A typer application of one command with these options; `call` gets what was given and what was left."""
 
-    def command(_context: typer.Context, **given: Any) -> None:
-        call({name: _flat(value) for name, value in given.items()}, list(_context.args))
+    def command(_of_typer: typer.Context, **given: Any) -> None:
+        call({name: _flat(value) for name, value in given.items()}, list(_of_typer.args))
 
     kind = inspect.Parameter.KEYWORD_ONLY
-    # With an underscore, since an experiment function may well have a parameter called context.
-    parameters = [inspect.Parameter("_context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    # Not called context or ctx, which parameters of an experiment function may well be.
+    parameters = [inspect.Parameter("_of_typer", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
     for _, options in panels:
         for option in options:
             annotation = _annotation(option)

@@ -153,7 +153,9 @@ def main(argv: list[str] | None = None) -> NoReturn:
     except OSError as error:
         kind = UserError if error.errno in GIVEN_WRONG else RunFailed
         status = _give_up(kind(_of_system(error)), _of_system(error), as_json, debug)
-    except Exception as error:
+    except SystemExit:
+        raise
+    except BaseException as error:
         usage, place = getattr(error, "format_message", None), _place_in_program(error)
         if usage is not None:
             wrong = UserError(_of_usage(error, usage()))
@@ -175,7 +177,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     sys.exit(status)
 
 
-def _place_in_program(error: Exception) -> str | None:
+def _place_in_program(error: BaseException) -> str | None:
     """The innermost line of the user's own program that led to an error; None where there is none."""
     libraries = (str(Path(__file__).parents[1]), sysconfig.get_path("stdlib"), "<")
     frames = traceback.extract_tb(error.__traceback__)
@@ -391,7 +393,7 @@ def _summary(result: dict[str, Any]) -> None:
     print(f"report: {result['run']}/report.html")
 
 
-def _of_usage(error: Exception, text: str) -> str:
+def _of_usage(error: BaseException, text: str) -> str:
     """What typer says of the words, on one line, and where the right ones are found."""
     if near := getattr(error, "possibilities", None):
         # Its own list has all that is remotely alike, in the order of the alphabet.

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from meshrun.cli.collecting import importing
 from meshrun.cli.target import find
-from meshrun.config import RunConfig
+from meshrun.config import RunConfig, whole_number
 from meshrun.errors import UserError
 from meshrun.launch.local import die_with_launcher
 from meshrun.launch.nursery import serve
@@ -52,7 +52,7 @@ def nursery_for(
         return contextlib.nullcontext()
     world = detect(os.environ)
     given = re.search(r"(?:^|\0)--procs[=\0](\d+)", "\0".join(words))
-    procs = int(given[1]) if given else before.procs if before else None
+    procs = whole_number(given[1]) if given else before.procs if before else None
     named = any(word.startswith(("--nodes", "--join")) for word in words)
     if world.source == "none":
         several = (procs or 1) > 1 or named

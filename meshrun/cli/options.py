@@ -11,6 +11,7 @@ A parameter's help is the string in `Annotated[int, "help"]`, or the line `width
 from __future__ import annotations
 
 import enum
+import functools
 import inspect
 import os
 import re
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from meshrun.config import RunConfig, option_fields
-from meshrun.errors import UserError
+from meshrun.errors import UserError, described
 
 REQUIRED = object()
 """The default of a parameter that has none."""
@@ -113,12 +114,16 @@ class Option:
 
 def options_of(function: Callable[..., Any], but: Collection[str] = ()) -> list[Option]:
     """An option for each parameter that the command line can give; those of `but` are given otherwise."""
+    name = getattr(function, "__name__", type(function).__name__)
     try:
-        hints = typing.get_type_hints(function, include_extras=True)
+        hints = typing.get_type_hints(_annotated_part(function), include_extras=True)
+        parameters = inspect.signature(function).parameters.values()
     except NameError as error:
-        raise UserError(f"an annotation of {function.__name__}() cannot be read: {error}; import it there") from None
+        raise UserError(f"an annotation of {name}() cannot be read: {error}; import it there") from None
+    except Exception as error:  # annotations are programs
+        raise UserError(f"the parameters of {name}() cannot be read: {described(error)}; mend them there") from None
     found = []
-    for parameter in inspect.signature(function).parameters.values():
+    for parameter in parameters:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name in but:
             continue
         default = REQUIRED if parameter.default is parameter.empty else parameter.default
@@ -129,10 +134,17 @@ def options_of(function: Callable[..., Any], but: Collection[str] = ()) -> list[
             found.append(option)
         elif default is REQUIRED:
             raise UserError(
-                f"parameter {parameter.name!r} of {function.__name__}() has the type {hint}, which no option can give; "
+                f"parameter {parameter.name!r} of {name}() has the type {hint}, which no option can give; "
                 f"give it a default, or a type of int, float, str, bool, Path, Enum, Literal or a list of these"
             )
     return found
+
+
+def _annotated_part(function: Callable[..., Any]) -> Any:
+    """What holds the annotations of a function, also with some arguments given, or of an object that is called."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
 
 
 def run_options() -> list[Option]:

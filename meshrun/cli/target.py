@@ -63,8 +63,9 @@ class Target:
 @functools.cache
 def _imported(path: Path) -> Any:
     """The user's file as a module; whoever asks again gets the same one, so that the file runs once."""
-    # A file called json.py must not stand in for the module of that name.
-    name = path.stem if importlib.util.find_spec(path.stem) is None else f"target_{path.stem}"
+    # A file called json.py must not stand in for the module of that name, and net.v2.py is no part of a package.
+    stem = path.stem.replace(".", "_")
+    name = f"target_{stem}" if stem in sys.modules or importlib.util.find_spec(stem) is not None else stem
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -309,6 +309,13 @@ def test_loss_that_is_not_a_number_on_one_of_three_ranks_names_its_samples_only(
     assert "Traceback" not in ended.err
 
 
+def test_a_plain_script_may_raise_whatever_there_is(call: Call, tmp_path: Path):
+    (tmp_path / "script.py").write_text("raise BaseException('enough')\n")
+    ended = call("script.py")
+    assert ended.status == 1 and "Traceback" not in ended.err
+    assert re.search(r"BaseException: enough \(.*script.py:1 in ", ended.sentences[0])
+
+
 HUGE = {
     "a seed of too many bits": (["--seed", "99999999999999999999999"], r"seed is 9{23}; .* 64 bits \(--seed\)$"),
     "a time beyond reason": (
@@ -317,6 +324,7 @@ HUGE = {
     ),
     "no end of waiting": (["--timeout", "inf"], r"timeout is inf; it must be at most .* a year \(--timeout\)$"),
     "too many processes": (["--procs", "999999999"], r"procs is 999,999,999; it must be at most 4,096 \(--procs\)$"),
+    "processes of too many digits": (["--procs", "9" * 5000], r"procs is '9*…?.*; it must be a whole number"),
     "too many threads": (["--threads", "99999"], r"threads is 99,999; it must be at most 4,096 \(--threads\)$"),
     "too many steps": (["--steps", "9" * 30], r"steps is 9.*; it must be at most 1,000,.* \(--steps\)$"),
     "too many epochs": (["--epochs", "1e300"], r"epochs is 1e\+300; together they must be at most .*\(--epochs\)$"),

@@ -176,6 +176,33 @@ def test_annotation_that_cannot_be_read_is_named(tmp_path: Path):
         parse_run([program])
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("def experiment(width: 'int |' = 1): ...", r"experiment\(\) cannot be read: SyntaxError"),
+        ("import os\ndef experiment(width: 'os.Int' = 1): ...", r"experiment\(\) cannot be read: AttributeError"),
+        ("def experiment(width: '1 / 0' = 1): ...", r"experiment\(\) cannot be read: ZeroDivisionError"),
+        ("experiment = dict.fromkeys and dict", r"the parameters of dict\(\) cannot be read: ValueError: no signature"),
+    ],
+)
+def test_parameters_that_cannot_be_read_are_refused_in_a_sentence(tmp_path: Path, text: str, said: str):
+    with pytest.raises(UserError, match=said):
+        parse_run([written(tmp_path, text)])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import functools\ndef made(depth: int, width: int = 1): ...\nexperiment = functools.partial(made, 2)",
+        "class Made:\n    def __call__(self, width: int = 1): ...\nexperiment = Made()",
+        "def experiment(_context: str = '', width: int = 1): ...",
+    ],
+)
+def test_whatever_can_be_called_has_options(tmp_path: Path, text: str):
+    found = parse_run([written(tmp_path, text), "--width", "3"])
+    assert found is not None and found.config.options["width"] == 3
+
+
 def test_unannotated_parameters_have_the_types_of_their_defaults():
     def experiment(width=1, rate=0.5, flag=False, title="t", sizes=[1], words=[], anything=None):  # noqa: B006
         del width, rate, flag, title, sizes, words, anything

@@ -107,6 +107,13 @@ def test_a_program_that_fails_when_it_is_imported_is_told_in_a_sentence(tmp_path
     assert str(caught.value) == f"broken_program.py, when it is imported, {said}"
 
 
+@pytest.mark.parametrize("name", ["net.v2.py", "__main__.py", ".hidden.py", "json.py", "torch.nn.py", "a-b.py"])
+def test_a_file_of_any_name_is_imported(tmp_path: Path, name: str):
+    path = tmp_path / name
+    path.write_text("import json\ndef experiment(): return json.dumps([1])\n")
+    assert find(str(path)).function()() == "[1]"
+
+
 def test_a_file_that_would_train_twice_is_refused(tmp_path: Path):
     text = EXPERIMENT + "for update in meshrun.Trainer(experiment()).steps():\n    print(update)\n"
     with pytest.raises(
