@@ -848,6 +848,25 @@ def test_a_long_text_of_very_many_rows_is_refused_before_the_disk_is_full(
     assert not any(each.stat().st_size > 1000 for each in node.iterdir())
 
 
+@pytest.mark.parametrize("kind", ["list", "list of structs", "map"])
+def test_long_texts_in_lists_that_lie_in_a_file_once_are_refused_unless_they_are_few(tmp_path: Path, kind: str):
+    path = tmp_path / "t.parquet"
+
+    def written(count: int) -> Path:
+        texts = pa.DictionaryArray.from_arrays(np.zeros(count, np.int32), ["x" * 1_000_000]).dictionary_decode()
+        if kind == "map":
+            values = pa.MapArray.from_arrays([0, count], pa.array(range(count)), texts)
+        else:
+            inner = texts if kind == "list" else pa.StructArray.from_arrays([texts], ["b"])
+            values = pa.ListArray.from_arrays([0, count], inner)
+        pa.parquet.write_table(pa.table({"a": values}), path, compression="zstd")
+        return path
+
+    assert len(Table(written(20))[0]["a"]) == 20
+    with pytest.raises(UserError, match=r"row group 0 of .* has rows of 80,000,000 bytes .* cannot hold"):
+        Table(written(80))
+
+
 def test_a_text_that_is_longer_than_its_file_can_hold_is_refused(tmp_path: Path):
     path = tmp_path / "t.parquet"
     pa.parquet.write_table(pa.table({"a": ["x" * 70_000_000]}), path, compression="zstd")

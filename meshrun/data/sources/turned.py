@@ -213,10 +213,9 @@ def _rows_of_lists(path: Path) -> list[int]:
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_SECONDS_TO_ASK)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what it says when it ends
-            about = pa.parquet.read_metadata(path)
-            groups = map(about.row_group, range(about.num_row_groups))
+            groups = range(pa.parquet.read_metadata(path).num_row_groups)
             with open(writing, "wb") as answer:  # noqa: PTH123
-                answer.write(json.dumps([_sizes_of_rows(group) for group in groups]).encode())
+                answer.write(json.dumps([_sizes_of_rows(path, group) for group in groups]).encode())
         os._exit(0)
     os.close(writing)
     with open(reading, "rb") as answered:  # noqa: PTH123
@@ -243,13 +242,37 @@ def refuse_beyond(path: Path, group: int, row: int) -> None:
         )
 
 
-def _sizes_of_rows(group: Any) -> tuple[int, int]:
-    """Bytes of a row in memory, and most bytes that the texts in its lists may take."""
+def _sizes_of_rows(path: Path, number: int) -> tuple[int, int]:
+    """Bytes of a row of a row group in memory, and most bytes that the texts in its lists may take."""
+    group = pa.parquet.read_metadata(path).row_group(number)
     columns, rows = [group.column(number) for number in range(group.num_columns)], max(1, group.num_rows)
     numbers = sum(each.num_values * _WIDTHS.get(each.physical_type, 8) for each in columns)
     texts = [each for each in columns if each.physical_type == "BYTE_ARRAY" and "." in each.path_in_schema]
     longest = sum(max(1, each.num_values // rows) * each.total_uncompressed_size for each in texts)
-    return max(group.total_byte_size, numbers) // rows, longest
+    size, packed = max(group.total_byte_size, numbers) // rows, path.stat().st_size
+    if packed <= SMALL and _LEAST_ROWS * longest > max(LARGE, DENSEST * packed):
+        signal.alarm(0)  # it is looked at as a whole, which may take longer than to ask
+        size = max(size, _texts_of_rows(path, number, [each.path_in_schema for each in texts]))
+    return size, longest
+
+
+def _texts_of_rows(path: Path, number: int, texts: list[str]) -> int:
+    """Most bytes that the texts in lists take in a few neighbouring rows of a row group, without taking as many: a
+    text that is there a thousand times lies in the file once."""
+    file, most = pa.parquet.ParquetFile(path, read_dictionary=texts), 0
+    for batch in file.iter_batches(_LEAST_ROWS, row_groups=[number], columns=texts, use_threads=False):
+        found = [leaf for column in batch.columns for leaf in _leaves(column)]
+        most = max(most, sum(int(_sizes(leaf).sum()) for leaf in found if isinstance(leaf, pa.DictionaryArray)))
+    return most
+
+
+def _leaves(column: pa.Array) -> list[pa.Array]:
+    """The values inside of lists, structs and maps, without these."""
+    if pa.types.is_struct(column.type):
+        return [leaf for part in column.flatten() for leaf in _leaves(part)]
+    if pa.types.is_map(column.type):
+        return [leaf for part in (column.keys, column.items) for leaf in _leaves(part)]
+    return _leaves(column.flatten()) if pa.types.is_nested(column.type) else [column]
 
 
 def _arrow(path: Path, columns: Sequence[str] | None) -> Batches:
