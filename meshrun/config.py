@@ -39,11 +39,11 @@ DATA = Path("data")
 RECOMPUTE = r"auto|none|full|selective|every-[1-9]\d{0,3}"
 """What `--recompute` may say; known here, so that no rank has to be started to refuse another word."""
 ON_A_NODE = 4096
-"""Processes or threads beyond which a number is a slip of the pen."""
+"""Processes or threads, or batches that a reader keeps ready, beyond which a number is a slip of the pen."""
 COUNTABLE = 10**12
 RANGES = {
-    **dict.fromkeys(("procs", "threads"), (1, ON_A_NODE)),
-    **dict.fromkeys(("eval_every", "eval_first", "prefetch", "keep"), (1, COUNTABLE)),
+    **dict.fromkeys(("procs", "threads", "prefetch"), (1, ON_A_NODE)),
+    **dict.fromkeys(("eval_every", "eval_first", "keep"), (1, COUNTABLE)),
     "workers": (0, ON_A_NODE),
     "restarts": (0, COUNTABLE),
 }

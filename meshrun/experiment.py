@@ -210,8 +210,10 @@ class Experiment:
             if not isinstance(getattr(self, name), Mapping):
                 raise UserError(f"{name} is {_described(getattr(self, name))}; it must be a dict with a name for each")
             for key in getattr(self, name):
-                if not isinstance(key, str) or not key:
-                    raise UserError(f"{name} has the name {key!r:.60}; names must be texts that are not empty")
+                if not isinstance(key, str) or not key or not key.isprintable():
+                    raise UserError(
+                        f"{name} has the name {key!r:.60}; names must be texts that can be printed, and not empty"
+                    )
         _check_dataset("train", self.train)
         for name, data in self.evals.items():
             _check_dataset(f"evals[{name!r}]", data)
@@ -366,3 +368,5 @@ def _check_dataset(name: str, data: object) -> None:
         ) from None
     if length == 0:
         raise UserError(f"{name} has no samples; a dataset must have at least one")
+    if length > MOST:
+        raise UserError(f"{name} has {length:,} samples by its __len__; they must be at most {MOST:,}")

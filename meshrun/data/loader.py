@@ -153,17 +153,19 @@ def evaluation_batches(
     """
     mine = slice_of(range(len(dataset)), part, of)
     most = -(-len(dataset) // of) if reading.cut.in_step else len(mine)
-    pieces = []
-    for start in range(0, most, size):
-        piece = list(mine[start : start + size])
-        short = min(size, most - start) - len(piece) if reading.cut.equal else int(not piece)
-        pieces.append(Wanted(piece + [piece[-1] if piece else 0] * short, len(piece), reading.cut.equal))
+
+    def pieces() -> Iterator[Wanted]:
+        for start in range(0, most, size):
+            piece = list(mine[start : start + size])
+            short = min(size, most - start) - len(piece) if reading.cut.equal else int(not piece)
+            yield Wanted(piece + [piece[-1] if piece else 0] * short, len(piece), reading.cut.equal)
+
     # Readers are forked for every evaluation, and one without a batch of its own would be for nothing.
-    reading = replace(reading, workers=min(reading.workers, len(pieces)))
-    return _evaluated(pieces, _read(dataset, iter(pieces), reading))
+    by = replace(reading, workers=min(reading.workers, -(-most // size)))
+    return _evaluated(pieces(), _read(dataset, pieces(), by))
 
 
-def _evaluated(pieces: list[Wanted], reads: Generator[Read, None, None]) -> Generator[Evaluated, None, None]:
+def _evaluated(pieces: Iterator[Wanted], reads: Generator[Read, None, None]) -> Generator[Evaluated, None, None]:
     try:
         for wanted, read in zip(pieces, reads, strict=True):
             piece = read.of(wanted)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from meshrun.config import seconds_in
+from meshrun.config import seconds_in, whole_number
 from meshrun.errors import UserError
 
 LONGEST = 900.0
@@ -40,8 +40,8 @@ def parse(text: str) -> Every:
     word = text.strip()
     if text in ("auto", "none"):
         return Every(never=text == "none")
-    if word.isdecimal() and word.isascii() and int(word) >= 1:
-        return Every(steps=int(word))
+    if steps := whole_number(word):
+        return Every(steps=steps)
     if (given := seconds_in(word)) is not None:
         return Every(given=given)
     raise UserError(

@@ -325,6 +325,11 @@ HUGE = {
     "no end of waiting": (["--timeout", "inf"], r"timeout is inf; it must be at most .* a year \(--timeout\)$"),
     "too many processes": (["--procs", "999999999"], r"procs is 999,999,999; it must be at most 4,096 \(--procs\)$"),
     "processes of too many digits": (["--procs", "9" * 5000], r"procs is '9*…?.*; it must be a whole number"),
+    "batches ahead beyond reason": (["--prefetch", "9" * 9], r"prefetch is 999,999,999; it must be at most 4,096"),
+    "too many digits between checkpoints": (
+        ["--checkpoint", "9" * 5000],
+        r"checkpoint is '9*.*; it must be auto, none",
+    ),
     "too many threads": (["--threads", "99999"], r"threads is 99,999; it must be at most 4,096 \(--threads\)$"),
     "too many steps": (["--steps", "9" * 30], r"steps is 9.*; it must be at most 1,000,.* \(--steps\)$"),
     "too many epochs": (["--epochs", "1e300"], r"epochs is 1e\+300; together they must be at most .*\(--epochs\)$"),

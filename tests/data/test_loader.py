@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections import UserDict, namedtuple
 from collections.abc import Callable
 
@@ -372,6 +373,15 @@ def keep_readers_busy() -> None:
 def test_what_a_dataset_draws_goes_by_the_epoch_of_a_step():
     loader = Loader(Squares(10), Order(10, 4), 0, 1, ALONE)
     assert [loader.plan(step)[1][0].epoch for step in (0, 2, 3, 7)] == [0, 0, 1, 2]
+
+
+def test_nothing_is_kept_a_sample_of_an_evaluation():
+    tracemalloc.start()
+    try:
+        found = next(evaluation_batches(Squares(10**6), 0, 1, 4, ALONE))
+        assert found.ids == [0, 1, 2, 3] and tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 def test_an_evaluation_has_no_more_readers_than_batches(monkeypatch: pytest.MonkeyPatch):
