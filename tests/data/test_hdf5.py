@@ -467,6 +467,64 @@ def test_a_pipe_that_a_file_leads_to_is_not_waited_for(
         Hdf5(tmp_path / "some.h5")
 
 
+def joined_from_itself(file: h5py.File) -> None:
+    layout = h5py.VirtualLayout((4, 3), "f4")
+    layout[:] = h5py.VirtualSource(".", "images", shape=(4, 3))
+    file.create_virtual_dataset("images", layout)
+    file["labels"] = np.arange(4)
+
+
+def joined_from_nothing(file: h5py.File) -> None:
+    layout = h5py.VirtualLayout((4, 3), "f4")
+    layout[:] = h5py.VirtualSource("gone.h5", "images", shape=(4, 3))
+    file.create_virtual_dataset("images", layout)
+    file["labels"] = np.arange(4)
+
+
+def in_a_file_of(size: int, shape: tuple[int, ...]) -> Callable[[h5py.File], None]:
+    def make(file: h5py.File) -> None:
+        Path("raw.bin").write_bytes(bytes(range(size)))
+        file.create_dataset("images", shape=shape, dtype="u1", external=[("raw.bin", 0, h5py.h5f.UNLIMITED)])
+        file["labels"] = np.arange(4)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (joined_from_itself, "is damaged: the HDF5 library crashes on what it says of its datasets"),
+        (joined_from_nothing, r"some\.h5: has rows in gone\.h5, which is not there; copy it too"),
+        (in_a_file_of(11, (4, 3)), r"some\.h5: has rows in raw\.bin up to byte 12, which is cut off before it"),
+        (in_a_file_of(12, (4, 10**9)), r"some\.h5: has rows in raw\.bin up to byte 4,000,000,000, which is cut off"),
+    ],
+)
+def test_rows_in_other_files_that_are_not_all_there_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Any], None], says: str
+):
+    monkeypatch.chdir(tmp_path)
+    with h5py.File(tmp_path / "some.h5", "w") as file:
+        make(file)
+    with pytest.raises(UserError, match=says):
+        Hdf5(tmp_path / "some.h5")
+
+
+def test_rows_in_another_file_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    with h5py.File(tmp_path / "some.h5", "w") as file:
+        in_a_file_of(12, (4, 3))(file)
+    assert Hdf5(tmp_path / "some.h5").batch_of([3])[0].tolist() == [[9, 10, 11]]
+
+
+def test_a_packed_chunk_that_is_larger_than_its_dataset_is_read(tmp_path: Path):
+    with h5py.File(tmp_path / "grows.h5", "w") as file:
+        chunks, growing = (64, 5, 8, 8), (None,) * 4
+        file.create_dataset("images", data=IMAGES, chunks=chunks, maxshape=growing, compression="gzip")
+        file["labels"] = LABELS
+    read = Hdf5(tmp_path / "grows.h5").batch_of([0, 15, 70])[0]
+    np.testing.assert_array_equal(read, IMAGES[[0, 15, 70]])
+
+
 def test_rows_that_were_never_written_must_not_be_far_more_than_the_file_could_hold(tmp_path: Path):
     with h5py.File(tmp_path / "some.h5", "w") as file:
         file.create_dataset("images", shape=(4, 10**8), dtype="u1")

@@ -867,6 +867,11 @@ def test_long_texts_in_lists_that_lie_in_a_file_once_are_refused_unless_they_are
         Table(written(80))
 
 
+def test_a_name_that_no_table_can_have_is_refused():
+    with pytest.raises(UserError, match=r"table x{200} cannot be read: File name too long"):
+        Table("x" * 5000)
+
+
 def test_a_text_that_is_longer_than_its_file_can_hold_is_refused(tmp_path: Path):
     path = tmp_path / "t.parquet"
     pa.parquet.write_table(pa.table({"a": ["x" * 70_000_000]}), path, compression="zstd")

@@ -89,7 +89,8 @@ def read(dataset: Any, packing: Packing | None, start: int, stop: int, into: NDA
         chunks = [_unpacked(dataset, packing, corner) for corner in _corners(dataset, start, stop)]
         if len(chunks) == 1 and chunks[0] is not None and packing.plain:
             rows = np.frombuffer(chunks[0], dataset.dtype).reshape(dataset.chunks)
-            into[: stop - start] = rows[start % len(rows) :][: stop - start]
+            # A chunk may be larger than the dataset, which has grown into it or is to grow.
+            into[: stop - start] = rows[start % len(rows) :, *map(slice, dataset.shape[1:])][: stop - start]
             return
     dataset.read_direct(into, np.s_[start:stop], np.s_[: stop - start])
 

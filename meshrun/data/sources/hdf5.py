@@ -196,23 +196,38 @@ class Hdf5(Source):
         if 0 in dataset.shape:
             raise UserError(f"{self._called(name)} is empty (shape {dataset.shape}); it must have a row a sample")
         elsewhere = dataset.is_virtual or dataset.external is not None
-        if elsewhere:
-            self._refuse_pipes(dataset)
-        if not elsewhere and dataset.nbytes > _DENSEST * (self._file.watched.size + _BESIDE):
+        size = self._file.watched.size + (self._elsewhere(dataset) if elsewhere else 0)
+        if dataset.nbytes > _DENSEST * (size + _BESIDE):
             raise UserError(
                 f"{self._called(name)} has {dataset.nbytes:,} bytes of data by its shape {dataset.shape}, which a file "
-                f"of {self._file.watched.size:,} bytes cannot hold; it is damaged or was not written, write it again"
+                f"of {size:,} bytes cannot hold; it is damaged or was not written, write it again"
             )
+        if dataset.is_virtual:  # perhaps of itself, on which the library crashes
+            self._file.try_out(lambda h5: [h5[dataset.name][(at,) * dataset.ndim] for at in (0, -1)])
         return dataset
 
-    def _refuse_pipes(self, dataset: Any) -> None:
-        """Other files that the rows lie in must be plain ones: HDF5 would wait for a pipe for ever."""
-        files = [each[0] for each in dataset.external or ()]
-        files += [each.file_name for each in dataset.virtual_sources()] if dataset.is_virtual else []
-        for name in dict.fromkeys(files):
-            for file in (Path(name), self._file.path.parent / name):
-                if file.exists() and not file.is_file() and not file.is_dir():  # "." is the file itself
+    def _elsewhere(self, dataset: Any) -> int:
+        """Bytes of the other files that the rows lie in; a sentence where these are no plain files, not there or cut
+        off: HDF5 would wait for a pipe for ever, and gives zeros for what is missing."""
+        parts = dataset.external or ()
+        sources = dataset.virtual_sources() if dataset.is_virtual else []
+        folder, found = self._file.path.parent, 0
+        for name in dict.fromkeys([*(each[0] for each in parts), *(each.file_name for each in sources)]):
+            if name == "." or "%" in name:  # the file itself, or a pattern of names
+                continue
+            there = [each for each in (Path(name), folder / name, folder / Path(name).name) if each.exists()]
+            if not there:
+                raise UserError(f"{self._called('')} has rows in {name}, which is not there; copy it too")
+            for file in there:
+                if not file.is_file():
                     raise UserError(f"{self._called('')} has rows in {file}, which is no plain file")
+            found += max(file.stat().st_size for file in there)
+        left = dataset.nbytes
+        for name, offset, size in parts:
+            end, left = offset + min(size, left), left - min(size, left)
+            if Path(name).is_file() and Path(name).stat().st_size < end:
+                raise UserError(f"{self._called('')} has rows in {name} up to byte {end:,}, which is cut off before it")
+        return found
 
     def _column(self, found: Any, name: str) -> NDArray[Any] | Rows:
         """Targets: in memory where they are few bytes, as mostly, since they are classes."""

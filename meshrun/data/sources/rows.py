@@ -13,6 +13,7 @@ unpacked once into memory that all readers share; see `slots`.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import importlib
 import os
 import re
@@ -47,8 +48,11 @@ class H5File:
     """An HDF5 file that must stay as it is; opened once a process."""
 
     def __init__(self, path: Path) -> None:
-        if not path.is_file():
-            raise UserError(f"HDF5 file {path} {'is a folder' if path.is_dir() else 'does not exist'}")
+        try:
+            if not path.is_file():
+                raise UserError(f"HDF5 file {path} {'is a folder' if path.is_dir() else 'does not exist'}")
+        except OSError as error:  # a name that is too long, a folder that may not be looked into
+            raise UserError(f"HDF5 file {str(path):.200} cannot be read: {error.strerror}") from None
         self.path, self.watched = path, Watched(path)
         self.descriptor: OncePerProcess[int] = OncePerProcess(self._descriptor)
         self.library: OncePerProcess[Any] = OncePerProcess(self.opened)
@@ -92,6 +96,7 @@ class H5File:
             pid = os.fork()
             if pid == 0:
                 with contextlib.suppress(BaseException):
+                    faulthandler.disable()  # its crash is an answer
                     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
                     resource.setrlimit(resource.RLIMIT_CPU, (_SECONDS_TO_LOOK, _SECONDS_TO_LOOK + 1))
                     signal.signal(signal.SIGXCPU, signal.SIG_DFL)

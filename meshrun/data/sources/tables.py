@@ -155,7 +155,11 @@ class Table:
 def files_of(path: Path) -> tuple[str, list[Path], list[Path]]:
     """What kind of files these are; which: the one itself, or those of a folder by their names; and files that
     pick rows of them, if not all are meant."""
-    if path.is_file():
+    try:
+        is_file = path.is_file()
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise UserError(f"table {str(path):.200} cannot be read: {error.strerror}") from None
+    if is_file:
         kind = kind_of(path)
         if kind is None:
             raise UserError(f"{path} is no table of a known kind; its name must end with {', '.join(KINDS)}")
