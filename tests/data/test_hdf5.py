@@ -467,6 +467,15 @@ def test_a_pipe_that_a_file_leads_to_is_not_waited_for(
         Hdf5(tmp_path / "some.h5")
 
 
+def test_numbers_that_torch_cannot_hold_are_refused(tmp_path: Path):
+    with h5py.File(tmp_path / "some.h5", "w") as file:
+        file["images"], file["labels"] = np.array([1, 1 << 63], np.uint64), np.arange(2, dtype=np.uint64)
+    with pytest.raises(UserError, match=r"holds the number 9,223,372,036,854,775,808; it must be below 2\^63"):
+        Hdf5(tmp_path / "some.h5").batch_of([0, 1])
+    with pytest.raises(UserError, match=r"holds the number 9,223,372,036,854,775,808; it must be below 2\^63"):
+        Hdf5(tmp_path / "some.h5", inputs="labels", targets="images")
+
+
 def joined_from_itself(file: h5py.File) -> None:
     layout = h5py.VirtualLayout((4, 3), "f4")
     layout[:] = h5py.VirtualSource(".", "images", shape=(4, 3))

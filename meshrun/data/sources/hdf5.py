@@ -153,6 +153,7 @@ class Hdf5(Source):
             number = next(each for each in numbers.tolist() if start <= each < stop)
             raise self._bad(number, why) from None
         if into.dtype != dtype:
+            self._refuse_beyond_torch(into)
             result.numpy()[...] = into
         return result
 
@@ -233,8 +234,17 @@ class Hdf5(Source):
         """Targets: in memory where they are few bytes, as mostly, since they are classes."""
         dataset = self._dataset(found, name)
         if dataset.nbytes <= IN_MEMORY:
-            return np.ascontiguousarray(_whole(dataset).astype(_of_targets(dataset.dtype)))
+            rows = _whole(dataset)
+            self._refuse_beyond_torch(rows)
+            return np.ascontiguousarray(rows.astype(_of_targets(dataset.dtype)))
         return Rows(self._file, dataset)
+
+    def _refuse_beyond_torch(self, rows: NDArray[Any]) -> None:
+        """Refuse numbers that torch's largest integers cannot hold: they would become negative ones."""
+        if rows.dtype.kind == "u" and rows.dtype.itemsize == 8 and int(rows.max()) >= 1 << 63:
+            raise UserError(
+                f"{self._called('')} holds the number {rows.max():,}; it must be below 2^63, as torch needs"
+            )
 
     def _same_length(self, inputs: int) -> None:
         targets = self._targets.count if isinstance(self._targets, Rows) else len(self._targets)

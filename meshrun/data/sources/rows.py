@@ -52,7 +52,7 @@ class H5File:
             if not path.is_file():
                 raise UserError(f"HDF5 file {path} {'is a folder' if path.is_dir() else 'does not exist'}")
         except OSError as error:  # a name that is too long, a folder that may not be looked into
-            raise UserError(f"HDF5 file {str(path):.200} cannot be read: {error.strerror}") from None
+            raise UserError(f"HDF5 file {path!s:.200} cannot be read: {error.strerror}") from None
         self.path, self.watched = path, Watched(path)
         self.descriptor: OncePerProcess[int] = OncePerProcess(self._descriptor)
         self.library: OncePerProcess[Any] = OncePerProcess(self.opened)

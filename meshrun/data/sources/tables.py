@@ -158,7 +158,7 @@ def files_of(path: Path) -> tuple[str, list[Path], list[Path]]:
     try:
         is_file = path.is_file()
     except OSError as error:  # a name that is too long, a folder that may not be looked into
-        raise UserError(f"table {str(path):.200} cannot be read: {error.strerror}") from None
+        raise UserError(f"table {path!s:.200} cannot be read: {error.strerror}") from None
     if is_file:
         kind = kind_of(path)
         if kind is None:
