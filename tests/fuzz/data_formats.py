@@ -7,7 +7,9 @@ import gzip
 import io
 import itertools
 import json
+import random
 import struct
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from meshrun.data.staging import read_list
 from meshrun.errors import BadSample
 from meshrun.recipes import llama, summarize
 from tests.fuzz.engine import Format, WrongValue
-from tests.fuzz.mutations import of_bytes, of_json, of_text
+from tests.fuzz.mutations import EDGES, INTEGERS, in_gzip, of_bytes, of_json, of_text
 
 ROWS = 24
 """Samples that are read of a set: a damaged header may promise billions."""
@@ -147,6 +149,23 @@ def _read_hdf5(data: bytes, folder: Path) -> Any:
     ids = some(len(read))
     inputs, targets = read.batch_of(ids)
     return path, read, ids, inputs, targets, read.classes
+
+
+def _repacked(rng: random.Random, examples: Sequence[bytes]) -> bytes:
+    """A chunk that unpacks to something else, or that the file says other filters have packed; or other damage."""
+    import h5py
+
+    if rng.random() < 0.7:
+        return of_bytes(rng, examples)
+    held = io.BytesIO(next(each for each in examples if b"deflate" in each))
+    with h5py.File(held, "r+") as file:
+        images = file["images"].id
+        place = (rng.randrange(5) * 4, 0, 0, 0)
+        mask, stored = images.read_direct_chunk(place)
+        content = of_bytes(rng, [zlib.decompress(stored)])
+        packed = rng.choice((zlib.compress(content, rng.randrange(10)), content, of_bytes(rng, [stored])))
+        images.write_direct_chunk(place, packed or b"0", rng.choice((mask, mask, 1, 2, 3)))
+    return held.getvalue()
 
 
 def _written_rows(ids: list[int]) -> np.ndarray[Any, Any]:
@@ -284,6 +303,55 @@ def _arrow(folder: Path) -> list[bytes]:
     return found
 
 
+def _rewritten(rng: random.Random, examples: Sequence[bytes]) -> bytes:
+    """Offsets, lengths and values that lie, written and perhaps packed as they should be; or other damage."""
+    import pyarrow as pa
+
+    if rng.random() < 0.5:
+        return of_bytes(rng, examples)
+    data = rng.choice(examples)
+    opened = pa.ipc.open_file if data.startswith(b"ARROW1") else pa.ipc.open_stream
+    batch = next(iter(opened(pa.py_buffer(data)).read_all().combine_chunks().to_batches()))
+    column = batch.column(number := rng.randrange(batch.num_columns))
+    held = [bytearray(each) if each is not None else None for each in column.buffers()]
+    lying = _again(column, iter([each and pa.py_buffer(each) for each in held]))
+    for _ in range(rng.choice((1, 1, 2))):
+        buffer = rng.choice([each for each in held if each])
+        width = rng.choice((1, 4, 4, 8))
+        at = rng.randrange(max(1, len(buffer) // width)) * width
+        value = rng.choice((*INTEGERS, *EDGES, rng.randrange(256))) % (1 << 8 * width)
+        buffer[at : at + width] = value.to_bytes(width, "little")[: len(buffer) - at]
+    sink, packed = pa.BufferOutputStream(), rng.choice((None, "lz4", "zstd"))
+    columns = [lying if place == number else each for place, each in enumerate(batch.columns)]
+    try:
+        with rng.choice((pa.ipc.new_file, pa.ipc.new_stream))(
+            sink, batch.schema, options=pa.ipc.IpcWriteOptions(compression=packed)
+        ) as writer:
+            writer.write_batch(pa.RecordBatch.from_arrays(columns, schema=batch.schema))
+    except pa.ArrowInvalid:  # a lie that cannot be written
+        return of_bytes(rng, examples)
+    return bytes(sink.getvalue())
+
+
+def _again(column: Any, buffers: Any) -> Any:
+    """The same column with other buffers, which are in the order in which it gives its own."""
+    import pyarrow as pa
+
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        indices = pa.Array.from_buffers(kind.index_type, len(column), [next(buffers), next(buffers)])
+        return pa.DictionaryArray.from_arrays(indices, column.dictionary, safe=False)
+    own = [next(buffers) for _ in range(3 if pa.types.is_string(kind) else 1 if _is_fixed(kind) else 2)]
+    inner = [_again(column.values, buffers)] if pa.types.is_list(kind) or _is_fixed(kind) else []
+    return pa.Array.from_buffers(kind, len(column), own, children=inner)
+
+
+def _is_fixed(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_fixed_size_list(kind))
+
+
 CSV = [
     b'text,label,list\none,1,a\n"tw\xc3\xb6, \nlines",2,b\n,3.5,\n' + b"x,7,y\n" * 30,
     b"a,b\n1,true\n2,false\n,\n",
@@ -385,7 +453,7 @@ FORMATS = [
         "hdf5",
         lambda folder: [_h5(make)(folder) for make in (_plain, _chunks, _packed)],
         _read_hdf5,
-        of_bytes,
+        _repacked,
         _check_hdf5,
     ),
     Format("hdf5-encoded", lambda folder: [_h5(_encoded)(folder)], _read_hdf5),
@@ -394,18 +462,19 @@ FORMATS = [
         "json-lines-gz",
         lambda _: [gzip.compress(each, mtime=0) for each in LINES],
         _rows("some.jsonl.gz"),
-        of_bytes,
+        in_gzip(of_json),
         _check_unpacked,
     ),
     Format("csv", _one(*CSV), _rows("some.csv"), of_text),
-    Format("csv-gz", lambda _: [gzip.compress(each, mtime=0) for each in CSV], _rows("some.csv.gz")),
+    Format("csv-gz", lambda _: [gzip.compress(each, mtime=0) for each in CSV], _rows("some.csv.gz"), in_gzip(of_text)),
     Format("parquet", _parquet, _rows("some.parquet")),
-    Format("arrow", _arrow, _rows("some.arrow")),
+    Format("arrow", _arrow, _rows("some.arrow"), _rewritten),
     Format("texts-lines", _one(*LINES), _documents_in("some.jsonl", "json"), of_json, _check_texts),
     Format(
         "texts-lines-gz",
         lambda _: [gzip.compress(each, mtime=0) for each in LINES],
         _documents_in("some.jsonl.gz", "json"),
+        in_gzip(of_json),
     ),
     Format("texts-parquet", _parquet, _documents_in("some.parquet", "parquet")),
     Format(

@@ -4,12 +4,14 @@
     of_bytes(rng, examples)              # flipped bits, lost and doubled parts, lengths beyond reason, …
     of_json(rng, examples)               # the same, or values of other types, lost and doubled keys, deep nesting
     of_text(rng, examples)               # for what people and launchers write: digits, brackets, control characters
+    in_gzip(of_json)(rng, examples)      # the damage is inside, under the right checksum
 
 A mutator is a function of a random generator and of the format's examples.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import random
 import re
@@ -102,6 +104,17 @@ def of_text(rng: random.Random, examples: Sequence[bytes]) -> bytes:
                 bracket = rng.choice(("[", "(", "{", "[0-9]"))
                 text = text[:at] + bracket * rng.choice((2, 30, DEEP)) + text[end:]
     return text.encode(errors="surrogatepass")
+
+
+def in_gzip(mutate: Mutator) -> Mutator:
+    """Damage to what a packed file holds, packed again, or to the packed file itself."""
+
+    def damaged(rng: random.Random, examples: Sequence[bytes]) -> bytes:
+        if rng.random() < 0.5:
+            return of_bytes(rng, examples)
+        return gzip.compress(mutate(rng, [gzip.decompress(each) for each in examples]), 1, mtime=0)
+
+    return damaged
 
 
 def changed(rng: random.Random, document: Any) -> Any:
