@@ -95,7 +95,7 @@ class Scene:
 
     def _start(self, *words: str) -> None:
         command = python_for(["-m", "meshrun", *words, "--json"])
-        self._log.write(f"--- {' '.join(words)}\n".encode())
+        self._log.write(f"--- {' '.join(words)}\n".encode(errors="surrogateescape"))
         self._log.flush()
         # A session of its own: CTRL-C is for whoever injects, who then ends it, and who takes it along in any case.
         self.launcher = subprocess.Popen(

@@ -169,11 +169,17 @@ def _layouts_of(text: str) -> list[Layout]:
 
 @contextlib.contextmanager
 def _folder(keep: Path | None) -> Iterator[Path]:
-    if keep is None:
-        with tempfile.TemporaryDirectory(prefix="meshrun-verify-") as made:
-            yield Path(made)
-        return
-    yield keep
+    with (
+        tempfile.TemporaryDirectory(prefix="meshrun-verify-") if keep is None else contextlib.nullcontext(keep) as made
+    ):
+        folder = Path(made)
+        try:
+            str(folder.absolute()).encode()
+        except UnicodeEncodeError:  # safetensors opens no other
+            raise UserError(
+                f"verify keeps weights in {folder}, whose name is not UTF-8; name another folder (--keep, TMPDIR)"
+            ) from None
+        yield folder
 
 
 @dataclass(frozen=True)

@@ -273,7 +273,7 @@ def shared(key: str, size: int) -> Shared:
     It is taken from the machine only where it is written to, except in a folder of the node: what that has room for is
     found out here, since a write without room would end the process.
     """
-    name = f"{hashlib.sha256(key.encode()).hexdigest()[:16]}-{size}"
+    name = f"{hashlib.sha256(key.encode(errors='surrogateescape')).hexdigest()[:16]}-{size}"
     found = _held.get(name)
     if found is None:
         of_node = _of_the_node(name, size)

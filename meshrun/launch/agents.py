@@ -167,7 +167,7 @@ def _proven_blindness(wire: Wire) -> secret.Unseen | None:
 
 def likely_port(job: str) -> int:
     """The same for all nodes of a job, and seldom that of another."""
-    return PORTS[int.from_bytes(hashlib.sha256(job.encode()).digest()[:8]) % len(PORTS)]
+    return PORTS[int.from_bytes(hashlib.sha256(job.encode(errors="surrogateescape")).digest()[:8]) % len(PORTS)]
 
 
 def _on_likely_port(world: World, run: Path) -> Hub:

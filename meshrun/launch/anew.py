@@ -35,7 +35,8 @@ def run_of(config: RunConfig, world: World, env: Mapping[str, str]) -> RunDirect
         asked = {**config.to_json(), "command": None}
         digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
         starts[f"{place}-{digest}"] = restart_count(env)
-    notes = {config.runs / FOLDER / quote(name, safe=""): start for name, start in starts.items()}
+    named = {quote(name, safe="", errors="surrogateescape"): start for name, start in starts.items()}
+    notes = {config.runs / FOLDER / name: start for name, start in named.items()}
     had = next(filter(None, (_noted(note, start) for note, start in notes.items())), None)
     run = had or RunDirectory.create(config)
     try:

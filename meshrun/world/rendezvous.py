@@ -81,7 +81,7 @@ def withdraw(folder: Path, job: str, attempt: int) -> None:
 
 def forget(folder: Path, job: str) -> None:
     """Take away what the steps of a Slurm job have left: ranks that were killed withdraw nothing."""
-    for path in (folder / FOLDER).glob(f"slurm-{quote(job, safe='')}.*"):
+    for path in (folder / FOLDER).glob(f"slurm-{quote(job, safe='', errors='surrogateescape')}.*"):
         path.unlink(missing_ok=True)
 
 
@@ -96,7 +96,7 @@ def _path(folder: Path, job: str, attempt: int) -> Path:
             "the launcher gives its ranks nothing to find each other by (mpiexec over several nodes, outside Slurm); "
             "start with torchrun, mpirun of Open MPI, or inside a Slurm job"
         )
-    name = quote(job, safe="")
+    name = quote(job, safe="", errors="surrogateescape")
     if len(name) > 150:
         name = hashlib.sha256(os.fsencode(job)).hexdigest()
     return folder / FOLDER / f"{name}-{attempt}.json"

@@ -60,6 +60,11 @@ def written(folder: Path, *names: str) -> Path:
     return folder
 
 
+def test_pictures_below_a_name_that_is_no_unicode_are_read(tmp_path: Path):
+    folder = written(tmp_path / os.fsdecode(b"caf\xe9"), f"{os.fsdecode(bytes([0xFF]))}/a.png")
+    assert ImageFolder(folder, 8).batch_of([0])[0].shape == (1, 3, 8, 8)
+
+
 def test_the_middle_is_cut_out_and_resized():
     found = decoded(encoded(gradient()), 10).float()
     wanted = np.asarray(gradient().resize((10, 10), Image.Resampling.BILINEAR, box=(10, 0, 40, 30))).transpose(2, 0, 1)

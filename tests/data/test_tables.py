@@ -831,6 +831,20 @@ def test_what_neither_the_node_nor_memory_can_hold_is_refused(
         Table(path)
 
 
+@pytest.mark.usefixtures("node")
+def test_big_tables_below_a_name_that_is_no_unicode(tmp_path: Path):
+    folder = tmp_path / os.fsdecode(b"caf\xe9")
+    folder.mkdir()
+    for write in (jsonl, packed, file, comma, feather):
+        (moved := folder / write(ROWS, tmp_path).name).unlink(missing_ok=True)
+        (tmp_path / moved.name).rename(moved)
+        if write not in (comma, feather):
+            assert len(Table(moved)) == 40
+            continue
+        with pytest.raises(UserError, match="has a path that is not UTF-8, which pyarrow cannot open; rename or move"):
+            Table(moved)
+
+
 @pytest.mark.parametrize("ending", ["parquet", "arrow"])
 def test_a_long_text_of_very_many_rows_is_refused_before_the_disk_is_full(
     node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str

@@ -54,6 +54,11 @@ def test_the_same_command_twice_in_one_job_makes_two_runs(tmp_path: Path):
     assert [started(tmp_path, again(JOB, 1)) for _ in range(2)] == ["digits-2", "digits-3"]
 
 
+def test_a_job_whose_name_is_no_unicode_has_a_run(tmp_path: Path):
+    job = {**STEP, "SLURM_JOB_ID": "caf\udce9"}
+    assert [started(tmp_path, each) for each in (job, again(job, 1))] == ["digits-1", "digits-1"]
+
+
 def test_outside_of_jobs_every_start_is_a_run_of_its_own(tmp_path: Path):
     assert [started(tmp_path, {}) for _ in range(2)] == ["digits-1", "digits-2"]
     assert not (tmp_path / FOLDER).exists()

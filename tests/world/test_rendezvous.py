@@ -24,6 +24,12 @@ def test_what_is_published_is_found(tmp_path: Path) -> None:
     assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
+def test_a_job_of_any_name_is_found(tmp_path: Path) -> None:
+    for job in (os.fsdecode(b"caf\xe9"), "../x", "\n"):
+        publish(tmp_path / "run", job, 0, "10.0.0.1", 4242)
+        assert lookup(tmp_path / "run", job, 0) == ("10.0.0.1", 4242)
+
+
 def test_nothing_is_found_before_it_is_published(tmp_path: Path) -> None:
     assert lookup(tmp_path / "absent", "job", 0) is None
     publish(tmp_path, "job", 0, "10.0.0.1", 4242)

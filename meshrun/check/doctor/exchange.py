@@ -42,7 +42,7 @@ SHOWN_AFTER = 5.0
 
 def ports_of(job: str) -> list[int]:
     """Ports that rank 0 of this job tries to listen on, below those that systems give to anybody."""
-    seed = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4])
+    seed = int.from_bytes(hashlib.sha256(job.encode(errors="surrogateescape")).digest()[:4])
     return [20_000 + (seed + 2_503 * index) % 12_000 for index in range(4)]
 
 
@@ -53,8 +53,8 @@ class Exchange:
         """`addresses`: where this rank may be reached, which rank 0 lets the others know."""
         self._world, self._listener, self._patience = world, listener, patience
         job = f"{world.job}-{world.attempt}"
-        name = quote(job, safe="")
-        self._home = runs / FOLDER / (name if len(name) <= 150 else hashlib.sha256(job.encode()).hexdigest())
+        name = quote(job, safe="", errors="surrogateescape")
+        self._home = runs / FOLDER / (name if len(name) <= 150 else hashlib.sha256(name.encode()).hexdigest())
         self._token = secrets.token_hex(8)
         self._expected = set(range(world.size))
         self._pause = LOOK_EVERY * max(1.0, world.size / 64)

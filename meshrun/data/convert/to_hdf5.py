@@ -236,7 +236,7 @@ def _joined(
                     raise UserError(f"{source / group} has no picture that can be read: {totals.why[0]} (SOURCE)")
                 into = file.create_group(group) if group else file
                 into.attrs["format"] = FORMAT
-                into.attrs["classes"] = list(folders.classes)
+                into.attrs["classes"] = [each.encode(errors="backslashreplace").decode() for each in folders.classes]
                 _what_they_are(h5py, into, parts, numbers, count)
                 if wanted.size is None:
                     _encoded(into, parts, numbers, count)

@@ -51,7 +51,7 @@ def fingerprint(files: Sequence[Path], what: str) -> str:
 
     Of names and times it takes nothing, since copies have others; it looks at sizes and at some places of each file.
     """
-    summed = hashlib.sha256(what.encode())
+    summed = hashlib.sha256(what.encode(errors="surrogateescape"))
     for path in files:
         size = path.stat().st_size
         places = max(2, _PLACES // len(files))

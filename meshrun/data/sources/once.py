@@ -45,7 +45,7 @@ def once(source: Path, what: str, make: Callable[[Path], None]) -> Path | None:
     """The file that was made of this one; None where that does not go."""
     watched = Watched(source)
     state = f"{source.resolve()} {watched.size} {source.stat().st_mtime_ns} {what}"
-    name = f"{source.name}-{hashlib.sha256(state.encode()).hexdigest()[:16]}"
+    name = f"{source.name}-{hashlib.sha256(state.encode(errors='surrogateescape')).hexdigest()[:16]}"
     try:
         folder, passing = _folder()
         made = folder / name

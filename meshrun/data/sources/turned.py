@@ -58,6 +58,10 @@ class _TooLarge(Exception):
 
 def turned(path: Path, kind: str, columns: Sequence[str] | None, in_memory: bool) -> pa.Buffer:
     """The rows of the file as plain Arrow: a mapped file of this node, or memory where that is asked for or must do."""
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{path} has a path that is not UTF-8, which pyarrow cannot open; rename or move it") from None
     if in_memory:
         with contextlib.suppress(_TooLarge):
             return _write(path, kind, columns, pa.BufferOutputStream, max(SMALL, _UNPACKED * path.stat().st_size))
