@@ -37,6 +37,7 @@ from meshrun.errors import CutOff, RunFailed, SharedError, StoppedByHand, UserEr
 from meshrun.launch.job import WORTH_A_RESTART
 from meshrun.world import World, detect
 from meshrun.world.bytecode import keep_bytecode
+from meshrun.world.environment import forget_terminals_beyond_reason
 
 GIVEN_WRONG = frozenset(
     (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
@@ -139,6 +140,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     """Run a command line, and exit."""
     if argv is None:
         open_streams()
+        forget_terminals_beyond_reason()
     words = ["--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)]
     as_json, debug = "--json" in words, "--debug" in words
     keep_bytecode()

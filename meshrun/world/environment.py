@@ -37,6 +37,14 @@ def _working_directory() -> str | None:
         return None
 
 
+def forget_terminals_beyond_reason() -> None:
+    """Forget a width or a height of the terminal that is none: what draws tables fails on it, or fills the memory."""
+    for name in ("COLUMNS", "LINES"):
+        text = os.environ.get(name, "")
+        if not (text.isascii() and text.isdigit() and len(text) <= len("9999") and int(text)):
+            os.environ.pop(name, None)
+
+
 def of_nursery() -> dict[str, str]:
     """For the process that ranks are forked from: asking whether there are GPUs must not open them."""
     return {**os.environ, "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}

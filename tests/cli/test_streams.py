@@ -29,6 +29,12 @@ def test_a_reader_that_goes_away_is_no_error(line: str, tmp_path: Path):
     assert ended.returncode == 0 and not ended.stderr, ended.stderr
 
 
+@pytest.mark.parametrize("width", ["9" * 5000, "9" * 12, "²", "-1", ""])
+def test_a_terminal_of_any_width_is_written_to(width: str, tmp_path: Path):
+    ended = shell(f'export COLUMNS={width} LINES={width}; "$@"', tmp_path, "--help")
+    assert (ended.returncode, ended.stderr) == (0, "") and len(ended.stdout) < 10_000
+
+
 def test_a_status_other_than_0_reaches_the_shell_though_nobody_reads(tmp_path: Path):
     assert shell('"$@" 2>&1 | true', tmp_path, "inspect", "nowhere").returncode == 2
 
