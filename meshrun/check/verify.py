@@ -245,9 +245,9 @@ def _in_both(reference: float, other: float) -> str:
 
 def _jumps(a: float, b: float, count: float) -> float:
     """How many counted samples may have fallen to the other side; none if these are no counts."""
-    counts = all(
-        abs(each * count - round(each * count)) < 1e-6 * max(count, 1) for each in (a, b) if math.isfinite(each)
-    )
+    # Of a count the mean times the number of samples is whole but for the last bits of a double.
+    hits = [each * count for each in (a, b) if math.isfinite(each)]
+    counts = all(math.isclose(each, round(each), rel_tol=1e-12) for each in hits)
     return max(1.0, count / JUMPS) + 1e-6 if counts else 0.0
 
 

@@ -100,6 +100,16 @@ def test_a_metric_of_hits_may_jump_by_one_sample_and_a_loss_by_none():
     assert math.isnan(evals(scores(2.0, 5), scores(math.nan, 5))[0])
 
 
+@pytest.mark.parametrize(
+    ("count", "one", "other"), [(2_000_000, 0.41234567, 0.41401234), (40, 5e-7, 9e-7)], ids=["many tokens", "small"]
+)
+def test_a_mean_is_not_taken_for_a_count_because_it_has_many_tokens_or_is_small(count: int, one: float, other: float):
+    pair = [{"val": {"loss": 1.0, "count": count, "score": score}} for score in (one, other)]
+    assert evals(*pair)[0] == pytest.approx((other - one) / one)
+    hits = [{"val": {"loss": 1.0, "count": count, "score": hits / count}} for hits in (count // 3, count // 3 + 1)]
+    assert evals(*hits) == (0.0, True)
+
+
 def test_a_metric_or_an_evaluation_that_only_one_side_has_is_a_difference():
     both, one = {"loss": 1.0, "count": 10, "accuracy": 0.5}, {"loss": 1.0, "count": 10}
     assert evals({"val": both}, {"val": one}) == (math.inf, False)
