@@ -146,7 +146,8 @@ def summed(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
     for work, flat, tensors in sent:
         work.wait()
         for one, total in zip(tensors, flat.split([each.numel() for each in tensors]), strict=True):
-            one.copy_(total.view_as(one))
+            if type(one) is not Tensor or total.data_ptr() != one.data_ptr():  # else it was summed where it is
+                one.copy_(total.view_as(one))
 
 
 def _flat(gradients: list[Tensor]) -> Tensor:

@@ -118,3 +118,9 @@ def test_gradients_that_are_summed_at_the_end_keep_their_places_and_shapes(
     assert [len(each) for each in sent] == [10, 2, 1]
     for found, each in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(found, each)
+
+
+def test_a_gradient_that_is_a_row_of_another_tensor_is_summed_where_it_is(sent: list[Tensor]):
+    row = torch.ones(1, 7, 8)[:, :1]  # as of a class token, for one sample
+    reduced.summed([row], GROUP)
+    assert len(sent) == 1 and torch.equal(row, torch.full((1, 1, 8), 2.0))
