@@ -11,12 +11,13 @@ All elements of a placeholder share one number, so torch refuses to write into i
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 
 def placeholder(spark: Tensor, like: Tensor) -> Tensor:
@@ -95,6 +96,53 @@ class Writes(TorchDispatchMode):
             self.seen.add(name)
             if any(isinstance(each, Tensor) and has_nan(each) for each in sources):
                 self.spoiled.add(name)
+
+
+_BY_SHAPE = ("new_zeros", "new_ones", "new_full", "new_empty", "zeros_like", "ones_like", "full_like", "empty_like")
+"""Operations that ask a tensor for its shape and type only."""
+
+
+class Uses(TorchDispatchMode):
+    """Notes where a model's code computes with a module's parameters or buffers outside of the module's own forward.
+
+    `F.linear(x, self.embed.weight)` is such a use. What has no values gives way to a placeholder there.
+    """
+
+    def __init__(self, used: Callable[[str], None]) -> None:
+        super().__init__()
+        self._used = used
+        self._owners: dict[int, set[str]] = {}
+        self._inside: list[str] = []
+        """Modules that are computing, the innermost last."""
+
+    def watch(self, name: str, module: nn.Module) -> None:
+        """Note uses of a module's tensors, and know when it computes itself."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            self._owners.setdefault(id(tensor), set()).add(name)
+        forward = module.forward
+
+        def watched(*inputs: Any, **named: Any) -> Any:
+            self._inside.append(name)
+            try:
+                return forward(*inputs, **named)
+            finally:
+                self._inside.pop()
+
+        module.forward = watched
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def given(tensor: Tensor) -> Tensor:
+            owners = self._owners.get(id(tensor), set())
+            if not owners or not owners.isdisjoint(self._inside):
+                return tensor
+            if func.overloadpacket.__name__ not in _BY_SHAPE:
+                for name in owners:
+                    self._used(name)
+            # A module that computes gets all that it needs without values.
+            return tensor if self._inside else _repeated(torch.zeros((), dtype=tensor.dtype), tensor.shape)
+
+        args, kwargs = tree_map_only(Tensor, given, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def has_nan(tensor: Tensor) -> bool:

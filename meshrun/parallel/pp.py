@@ -33,7 +33,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from meshrun.errors import UserError
 from meshrun.experiment import Loss
 from meshrun.parallel.placed import call
-from meshrun.parallel.placeholder import Writable, Writes, has_nan, placeholder
+from meshrun.parallel.placeholder import Uses, Writable, Writes, has_nan, placeholder
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,13 @@ class Trace:
     """Which leaves of each segment's arguments depend on parameters: what has to be sent if the model is cut there."""
     outside: dict[str, set[int]]
     """Module outside of segments with parameters, or with buffers that it changes -> after how many segments it was
-    called."""
+    called, or its weights were used."""
     changing: dict[str, str] = field(default_factory=dict)
     """Those of them that change a buffer in the forward pass -> one such buffer."""
     overwritten: set[str] = field(default_factory=set)
     """Modules whose outputs the model's own code writes into, as in-place ReLU does."""
+    lent: dict[str, set[int]] = field(default_factory=dict)
+    """Segment whose weights other code uses, such as `F.linear(x, self.embed.weight)` -> after how many segments."""
 
     def cuts(self, stages: int) -> list[int]:
         """The number of each stage's first segment: contiguous stages, the most expensive one as cheap as can be."""
@@ -102,19 +104,20 @@ def _followed(
     model: nn.Module, segments: Sequence[str], outside: Sequence[str], sample: tuple[Any, Any]
 ) -> tuple[Trace, _Observed]:
     seen = _Seen()
-    observed = _send_through(model, segments, outside, sample, seen.called, seen.spark, seen.writes)
+    observed = _send_through(model, segments, outside, sample, seen.called, seen.spark, seen.writes, seen.used)
     missed = [name for name in segments if name not in seen.order]
     if missed:
         raise UserError(f"segment {missed[0]!r} was not called in the model's forward pass; leave it out of segments")
     changing = {name: buffer for buffer in sorted(observed.changed) for name in outside if _inside(buffer, [name])}
     overwritten = seen.writes.seen - observed.changed
-    return Trace(seen.order, seen.costs, seen.crossing, seen.outside, changing, overwritten), observed
+    lent = {name: seen.outside.pop(name) for name in segments if name in seen.outside}
+    return Trace(seen.order, seen.costs, seen.crossing, seen.outside, changing, overwritten, lent), observed
 
 
 def _refuse_spoiled(model: nn.Module, segments: Sequence[str], outside: Sequence[str], sample: tuple[Any, Any]) -> None:
     """Refuse a model whose own code changes a buffer by activations: all stages would do so, with placeholders."""
     seen = _Seen(value=float("nan"))
-    observed = _send_through(model, segments, outside, sample, seen.called, seen.spark, seen.writes)
+    observed = _send_through(model, segments, outside, sample, seen.called, seen.spark, seen.writes, seen.used)
     if observed.spoiled:
         raise UserError(
             f"the model changes its buffer {min(observed.spoiled)!r} outside of segments by values that only one stage "
@@ -145,12 +148,18 @@ def _send_through(
     called: Called,
     spark: Tensor,
     writes: Writes,
+    used: Callable[[str], None] = lambda _: None,
 ) -> _Observed:
-    """Run a model's own code, with `called` in place of its modules; parameters between them depend on `spark`."""
+    """Run a model's own code, with `called` in place of its modules; parameters between them depend on `spark`.
+
+    `used` is told of a module whose weights are used by other code.
+    """
     model = copy.deepcopy(model)
     buffers: dict[str, tuple[nn.Module, str, Tensor]] = {}
+    uses = Uses(used)
     for name in (*segments, *outside):
         module = model.get_submodule(name)
+        uses.watch(name, module)
         module.forward = partial(called, name, name in segments, module.forward)
     for name, module in model.named_modules():
         if _inside(name, segments):
@@ -168,7 +177,7 @@ def _send_through(
     for name, (_, _, tensor) in buffers.items():
         writes.watch(tensor, name)
     try:
-        with torch.enable_grad(), writes:
+        with torch.enable_grad(), uses, writes:
             outputs = call(model, sample[0])
     except (UserError, _Reached):
         raise
@@ -214,7 +223,7 @@ class _Seen:
             self.crossing.append(_crossing((inputs, named)))
             self.costs.append(0.0)
         else:
-            self.outside.setdefault(name, set()).add(len(self.order))
+            self.used(name)
         outputs, cost = _shaped(forward, inputs, named)
         if self.costs:
             self.costs[-1] += cost + self._before
@@ -222,6 +231,9 @@ class _Seen:
         else:
             self._before += cost
         return tree_map_only(Tensor, partial(self._given_by, name), outputs)
+
+    def used(self, name: str) -> None:
+        self.outside.setdefault(name, set()).add(len(self.order))
 
     def _given_by(self, name: str, like: Tensor) -> Tensor:
         given = placeholder(self.spark, like)
@@ -246,6 +258,13 @@ def refuse_hidden(
             raise UserError(
                 f"module {name!r} changes its buffer {buffer!r} in the forward pass, and several stages of the "
                 f"pipeline call it: each would change its own; give each call a module of its own"
+            )
+    for name, places in trace.lent.items():
+        owner = trace.owner(trace.segments.index(name) + 1, cuts)
+        if any(trace.owner(place, cuts) != owner for place in places):
+            raise UserError(
+                f"the model cannot be cut: its code uses weights of segment {name!r} outside of it, on another stage "
+                f"of the pipeline; leave {name!r} out of Experiment(segments=…), so that both stages have it"
             )
     for first in cuts[1:]:
         before = torch.zeros((), requires_grad=True)

@@ -169,6 +169,21 @@ class Tied(nn.Module):
         return self.head(x)
 
 
+class TiedByFunction(nn.Module):
+    """The model's own code computes with the embedding's weights, and with those of a norm that it never calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(9, 4), nn.LayerNorm(4)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.linear(x * self.norm.weight, self.embed.weight)
+
+
 class InPlace(nn.Module):
     """As torchvision's ResNets: in-place ReLU and BatchNorm around segments, and in-place ReLU first in a segment."""
 
@@ -201,6 +216,7 @@ MODELS: dict[str, Callable[[], Experiment]] = {
     "masks by name, a buffer, a parameter of the model's own": lambda: of(Masked),
     "what the first blocks made for all later ones": lambda: of(Remembering),
     "tied": lambda: of(Tied, torch.arange(3)),
+    "tied by function": lambda: of(TiedByFunction, torch.arange(3)),
     **{
         each.__name__.rpartition(".")[2]: lambda each=each: replace(each.experiment(), loss=total)
         for each in (small_llama, encoder, gpt2, hf_llama, t5, bert)
@@ -354,6 +370,13 @@ class OneNorm(Plain):
         return x
 
 
+class Lends(Plain):
+    """Computes with the weights of its first segment after the last one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(super().forward(x), self.blocks[0].up.weight)
+
+
 class ByValue(Plain):
     """Looks at the values of activations between segments."""
 
@@ -377,6 +400,11 @@ REFUSED = {
     "values of activations": (
         ByValue,
         r"pp cannot follow the model's forward pass without its weights \(.*test_pp.py:\d+: AssertionError",
+    ),
+    "weights of a segment on another stage": (
+        Lends,
+        r"its code uses weights of segment 'blocks.0' outside of it, on another stage of the pipeline; leave "
+        r"'blocks.0' out of Experiment\(segments=…\)",
     ),
     "a path past the segments": (Skips, r"cannot be cut before segment 'blocks.\d': .*pass them through the segments"),
     "a segment that is called twice": (Twice, "segment 'blocks.0' is called twice in one forward pass"),
