@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import math
 import random
 from collections import Counter
@@ -29,7 +30,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
@@ -63,7 +64,7 @@ class BatchFinder:
     model: nn.Module | None
     experiment: Experiment
     failure: str | None = None
-    """Why the model could not be traced."""
+    """Why the model could not be traced, or calls of a dropout may be missing in what was found."""
     alone: frozenset[str] = frozenset()
     """Names of modules that drop for each sample by itself."""
     _found: BatchDims | None = field(default=None, init=False)
@@ -94,12 +95,14 @@ class BatchFinder:
         model = copy.deepcopy(self.model)
         batches = [self._collated([sample] * size) for size in SIZES]
         runs: list[tuple[Seen, list[Tensor]]] = []
-        with _fake():
+        with _fake() as guesses:
             self.model.to_empty(device="cpu")
             for inputs, _ in batches:
                 seen: Seen = []
                 with recording(self.model, seen):
                     runs.append((seen, _tensors(call(self.model, inputs))))
+        if guesses.made:
+            self.failure = "its code asks for values, which there are none of where it is traced"
         (few, few_outputs), (more, more_outputs) = runs
         if [name for name, _ in few] != [name for name, _ in more]:
             self.alone = _once_a_sample(few, more)
@@ -285,13 +288,34 @@ def _without_values(model: nn.Module) -> nn.Module:
 
 
 @contextmanager
-def _fake() -> Iterator[None]:
+def _fake() -> Iterator[_Guesses]:
     """Inside, tensors have shapes and no values, and nothing that is going on around it sees what is computed."""
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import
 
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), fake:
-        yield
+    logging.getLogger("torch._subclasses.fake_tensor").setLevel(logging.CRITICAL)  # errors are told in a sentence
+    fake, guesses = FakeTensorMode(allow_non_fake_inputs=True), _Guesses()
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad(), fake, guesses:
+        yield guesses
+
+
+class _Guesses(TorchDispatchMode):
+    """Answers code that asks for a value which is not there: truth values are false, and numbers are 1.
+
+    Both batches get the same answers, and so take the same way: Hugging Face's layer drop skips no layer.
+    """
+
+    made = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from torch._subclasses.fake_tensor import DataDependentOutputException
+
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            if func is not torch.ops.aten._local_scalar_dense.default:
+                raise
+            self.made = True
+            return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
 
 
 def _told(error: Exception) -> str:

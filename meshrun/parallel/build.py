@@ -234,9 +234,8 @@ def _find_batch(finder: BatchFinder, moment: Moment, at_once: bool) -> None:
 
     def locate() -> None:
         found = finder.find()
-        if found is None:
-            moment.unplaced, moment.alone = finder.failure, finder.alone
-        else:
+        moment.unplaced, moment.alone = finder.failure, finder.alone
+        if found is not None:
             moment.place(found.calls)
             moment.outputs, moment.targets = found.outputs, found.targets
 

@@ -194,7 +194,7 @@ class _Run:
 
     def _score(self, outputs: Any, piece: Piece, action: Action) -> None:
         moment, functions = self.pipeline.moment, self.functions.values()
-        if moment.unplaced is not None and moment.batch_dim != 0:
+        if moment.unplaced is not None and moment.outputs is None and moment.batch_dim != 0:
             refuse_unclear(outputs, piece, moment.unplaced)
         losses = [counted(outputs, piece, each, moment.outputs, moment.targets) for each in functions]
         self.sums += torch.stack([as_sums(each) for each in losses])

@@ -84,6 +84,28 @@ def test_the_batch_is_found_in_each_call_of_a_dropout_and_in_the_outputs():
     assert found.outputs == [Place(1, (7, 1, 2)), Place(None, ())] and found.targets == [Place(0, (1,))]
 
 
+class ByValue(Halves):
+    """Asks for a random number, as layer drop does, and for one of its input."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if torch.rand([]) < 0 or x.sum().isnan():
+            return x, x.sum()
+        return super().forward(x * int(x.max()))
+
+
+def test_code_that_asks_for_values_is_traced_and_what_it_may_not_have_called_is_not_guessed():
+    looking = finder(ByValue(choosy=False))
+    found = looking.find()
+    assert found is not None and found.calls == {"few": [Place(1, (7, 1, 2))]}
+    model, moment = ByValue(choosy=False), Moment(0, unplaced=looking.failure)
+    key_functions(model, moment)
+    moment.place(found.calls)
+    moment.step, moment.ids = 1, torch.arange(7)
+    model.few(torch.ones(7, 7, 2))
+    with pytest.raises(RunFailed, match=r"'many' got .* both dim 0 and dim 1 .* because its code asks for values"):
+        model.many(torch.ones(7, 7, 2))
+
+
 def test_a_model_that_calls_other_modules_for_more_samples_is_not_taken_for_one_that_does_not():
     looking = finder(Halves(choosy=True))
     assert looking.find() is None
