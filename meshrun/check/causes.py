@@ -28,11 +28,13 @@ def likely_cause(reference: Found, other: Found, measured: Measured, allowed: Al
         or _other_data(reference, other)
         or _own_draws(reference)
         or _collate_draws(reference)
+        or _mixed_samples(reference)
         or _batchnorm(reference, other)
         or (None if first_loss_agrees else _no_sum(reference))
         or (_scaled(reference, other, allowed) if first_loss_agrees else None)
         or _clipped_by_part(reference, other, verdict)
         or _torn(other)
+        or _changing_eval(reference, measured, allowed, verdict)
         or _where(measured, allowed, verdict)
     )
 
@@ -41,7 +43,12 @@ def why_unjudged(reference: Found, noise: Measured | None, allowed: Allowed) -> 
     """Why a layout that stays within what is allowed has not been shown to train the same; None if it has been."""
     if noise is None or not (allowed.depends_on_micro or allowed.blown):
         return None
-    found = _changing_data(reference, reference) or _own_draws(reference) or _collate_draws(reference)
+    found = (
+        _changing_data(reference, reference)
+        or _own_draws(reference)
+        or _collate_draws(reference)
+        or _mixed_samples(reference)
+    )
     if found is not None or not allowed.blown:
         return found
     most = max(noise.weights, key=lambda name: noise.weights[name])
@@ -100,11 +107,35 @@ def _own_draws(reference: Found) -> str | None:
 
 
 def _collate_draws(reference: Found) -> str | None:
+    if reference.tried.augment_draws:
+        return (
+            "Experiment(augment=…) draws random numbers of its own, which are others on another mesh; take them from "
+            "its second argument, such as draws.uniform(2), which draws by sample"
+        )
     if not reference.tried.collate_draws:
         return None
     return (
         "the collate function draws random numbers, for the samples of a micro-batch together, which are others on "
         "another mesh; draw them in the dataset, where they are drawn by sample, or in Experiment(augment=…)"
+    )
+
+
+def _mixed_samples(reference: Found) -> str | None:
+    if not reference.tried.mixes:
+        return None
+    return (
+        "the inputs of a sample depend on the other samples of its micro-batch, which are others on another mesh: "
+        "Experiment(collate=…) and Experiment(augment=…) must give each sample the same values in any batch"
+    )
+
+
+def _changing_eval(reference: Found, measured: Measured, allowed: Allowed, verdict: Verdict) -> str | None:
+    name = reference.tried.changing_eval
+    if name is None or verdict.first_step is not None or measured.weight > allowed.weight:
+        return None
+    return (
+        f"the evaluation set {name!r} is not deterministic: a sample was not the same when it was read again, with the "
+        f"generators of Python, NumPy and torch seeded alike; take its random numbers from these"
     )
 
 

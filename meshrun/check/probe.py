@@ -32,6 +32,7 @@ from meshrun import strict_json
 from meshrun.check.draws import find_draws
 from meshrun.check.nan_safe import exceeds
 from meshrun.config import write_json
+from meshrun.data.draws import SampleDraws
 from meshrun.data.feed import to_device
 from meshrun.data.order import Order
 from meshrun.data.permutation import Ids
@@ -72,6 +73,12 @@ class Tried:
     """Modules whose statistics are those of a micro-batch."""
     collate_draws: bool = False
     """Whether making a batch of samples draws random numbers."""
+    augment_draws: bool = False
+    """Whether Experiment(augment=…) draws other random numbers than those that it is given."""
+    mixes: bool = False
+    """Whether a sample's inputs are others beside other samples."""
+    changing_eval: str | None = None
+    """An evaluation set of which a sample was not the same when it was read again."""
     loss: str = "sum"
     """What the loss of a batch is to those of its parts: their sum, their mean, or other."""
 
@@ -398,6 +405,12 @@ def _try(trainer: Trainer, experiment: Experiment) -> Tried:
     with contextlib.suppress(Exception):
         tried = replace(tried, collate_draws=_collate_draws(experiment, ids))
     with contextlib.suppress(Exception):
+        tried = replace(tried, augment_draws=_augmented(trainer, experiment, ids)[1])
+    with contextlib.suppress(Exception):
+        tried = replace(tried, mixes=_mixes(trainer, experiment, ids))
+    with contextlib.suppress(Exception):
+        tried = replace(tried, changing_eval=_changing_eval(experiment))
+    with contextlib.suppress(Exception):
         tried = replace(tried, loss=_loss_is(trainer, experiment, ids))
     with contextlib.suppress(Exception):
         tried = replace(tried, draws=_draws(trainer, experiment, ids))
@@ -416,6 +429,37 @@ def _read(trainer: Trainer, experiment: Experiment, ids: list[int]) -> tuple[Any
     samples = Samples(experiment.train, experiment.collate, seed=experiment.seed)
     batch = samples[Wanted(ids, len(ids), epoch=0)].batch
     return as_pair(to_device(batch, trainer.here.device))
+
+
+def _augmented(trainer: Trainer, experiment: Experiment, ids: list[int]) -> tuple[Any, bool]:
+    """A batch's inputs, and whether augmenting them has drawn from a global generator."""
+    with put_back():
+        inputs, _ = _read(trainer, experiment, ids)
+        before = snapshot()
+        if experiment.augment is not None:
+            inputs = experiment.augment(inputs, SampleDraws(experiment.seed, 0, ids, trainer.here.device))
+        return inputs, not before.same(snapshot())
+
+
+def _mixes(trainer: Trainer, experiment: Experiment, ids: list[int]) -> bool:
+    """Whether the inputs of some of the samples by themselves are not those that they have in the batch."""
+    some = -(-len(ids) // 2)
+    whole, part = (tree_leaves(_augmented(trainer, experiment, each)[0]) for each in (ids, ids[:some]))
+    pairs = [(a[:some], b) for a, b in zip(whole, part, strict=True) if isinstance(a, Tensor) and len(a) == len(ids)]
+    return any(a.shape == b.shape and not torch.allclose(a, b, equal_nan=True) for a, b in pairs)
+
+
+def _changing_eval(experiment: Experiment, most: int = 8) -> str | None:
+    with put_back():
+        for name, data in experiment.evals.items():
+            for number in range(min(most, len(data))):
+                found = set()
+                for _ in range(2):
+                    seed_with(word_for(experiment.seed, None, number))
+                    found.add(digest_of(data[number]))
+                if len(found) > 1:
+                    return name
+    return None
 
 
 def _draws(trainer: Trainer, experiment: Experiment, ids: list[int]) -> list[str]:

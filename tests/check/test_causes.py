@@ -77,6 +77,21 @@ CASES = {
         ON_TWO,
         "the collate function draws random numbers, for the samples of a micro-batch together",
     ),
+    "augmentation that draws": (
+        replace(SAME, tried=Tried(augment_draws=True, mixes=True)),
+        ON_TWO,
+        "Experiment(augment=…) draws random numbers of its own, which are others on another mesh; take them from",
+    ),
+    "samples that mix": (
+        replace(SAME, tried=Tried(mixes=True, batchnorms=["bn"], loss="other")),
+        ON_TWO,
+        "the inputs of a sample depend on the other samples of its micro-batch, which are others on another mesh",
+    ),
+    "an evaluation that changes is no cause of other losses": (
+        replace(SAME, tried=Tried(changing_eval="val")),
+        ON_TWO,
+        "the losses part at step 2",
+    ),
     "BatchNorm": (
         replace(SAME, tried=Tried(batchnorms=["a", "b", "c"], loss="mean")),
         ON_TWO,

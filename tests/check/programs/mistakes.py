@@ -148,6 +148,22 @@ def noisy_collate() -> Experiment:
     return small(collate=collate)
 
 
+def mixing_collate() -> Experiment:
+    def collate(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        inputs, targets = default_collate(samples)
+        return 0.9 * inputs + 0.1 * inputs.roll(1, 0), targets
+
+    return small(collate=collate)
+
+
+def noisy_augment() -> Experiment:
+    return small(augment=lambda inputs, _: inputs + 0.1 * torch.randn_like(inputs))
+
+
+def changing_evaluation() -> Experiment:
+    return small(evals={"val": Augmented()})
+
+
 class Clipping(torch.optim.SGD):
     """Clips what its rank holds."""
 
