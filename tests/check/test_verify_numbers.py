@@ -80,6 +80,16 @@ def test_what_a_twin_drifts_is_allowed_ten_times_from_that_step_on():
     assert allowed.weight == pytest.approx(MARGIN * drift) and not allowed.depends_on_micro
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [(7.37, 7.3700004, True), (7.37, 7.38, False), (5e6, 5e6 + 1, False), (math.inf, math.nan, False), (8, 8.0, True)],
+)
+def test_counts_are_the_same_to_the_last_sample_and_fractions_as_far_as_they_are_added_up(
+    one: float, other: float, same: bool
+):
+    assert evals({"val": {"loss": 1.0, "count": one}}, {"val": {"loss": 1.0, "count": other}})[1] is same
+
+
 @pytest.mark.parametrize("first", [2 * LIMIT, math.nan])
 def test_a_twin_that_parts_at_its_first_step_widens_nothing(first: float):
     allowed = allow(LIMIT, replace(SAME, losses=[first, 0.0, 0.0]), 3)
