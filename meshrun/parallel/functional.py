@@ -3,7 +3,8 @@
     key_functions(model, moment)                # F.dropout and its like, and dropout inside of attention
     with recording(model, seen): model(inputs)  # which modules call a dropout, and with tensors of which shape
 
-torch's functions are replaced once, for all of the process: a segment that is computed again in the backward pass must
+torch's functions are replaced once, for all of the process, also where a module has them under a name of its own (`from
+torch.nn.functional import dropout`): a segment that is computed again in the backward pass must
 meet what it met in the forward pass. A call without dropout goes to torch's own function at once. With dropout, the
 innermost module of the model whose code is running gives the draw its name. Attention with dropout is computed from
 its parts, since no kernel draws by sample: that takes the memory of all attention weights.
@@ -25,7 +26,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from meshrun.errors import RunFailed
-from meshrun.parallel.composed_dropout import compose_of_dropout
+from meshrun.parallel import sdpa
+from meshrun.parallel.composed_dropout import PLAIN_ALPHA, compose_of_dropout
 from meshrun.parallel.dropout import (
     Keyed,
     KeyedDropout,
@@ -116,9 +118,38 @@ def key_functions(model: nn.Module, moment: Moment, part: Part | None = None) ->
         _SITES[module] = Site(moment, name, part)
     for name in PLAIN:
         setattr(functional, name, _REPLACED[name])
+    for name in _TORCHS:
+        setattr(torch, name, _TORCHS[name])
     if functional.scaled_dot_product_attention is not attention:
         _attention_without_dropout = functional.scaled_dot_product_attention
         functional.scaled_dot_product_attention = attention
+    _replace_imported()
+
+
+def _under_torchs_name(name: str) -> Callable[[Tensor, float, bool], Tensor]:
+    """`torch.dropout(input, p, train)`, which is `F.dropout` under another name."""
+
+    def function(input: Tensor, p: float, train: bool) -> Tensor:
+        output: Tensor = getattr(functional, name)(input, p, train)
+        return output
+
+    return function
+
+
+_TORCHS = {name: _under_torchs_name(name) for name in ("dropout", *PLAIN_ALPHA)}
+
+
+def _replace_imported() -> None:
+    """Replace torch's functions where other modules than torch's have imported them by name."""
+    replaced = {id(PLAIN[name]): _REPLACED[name] for name in PLAIN}
+    replaced |= {id(plain): getattr(functional, name) for name, plain in PLAIN_ALPHA.items()}
+    replaced[id(sdpa.PLAIN)] = attention
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] in ("torch", "meshrun"):
+            continue
+        for key, value in list(getattr(module, "__dict__", {}).items()):
+            if id(value) in replaced:
+                setattr(module, key, replaced[id(value)])
 
 
 def replacements() -> dict[Callable[..., Tensor], Callable[..., Tensor]]:

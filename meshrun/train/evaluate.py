@@ -152,7 +152,10 @@ def fitting_on(device: torch.device, samples: int) -> int:
 
 def _finished(name: str, metric: Metric, mean: float) -> float:
     """What a metric makes of its mean; a UserError where that is no number."""
-    made: Any = metric.then(mean)
+    try:
+        made: Any = metric.then(mean)
+    except OverflowError:  # such as math.exp, for the perplexity of a model that has not learned yet
+        return math.inf
     if not isinstance(made, str | bytes):
         with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):  # as tensors may raise
             return float(made)

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.functional import dropout, scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 from meshrun import Experiment, Loss, RunFailed, cross_entropy
@@ -54,6 +55,10 @@ QUERIES = torch.randn(B, H, T, D, generator=torch.Generator().manual_seed(0))
 MORE_KEYS = nn.MultiheadAttention(D, 2, dropout=0.4, add_bias_kv=True, batch_first=True)
 FUNCTIONS = {
     "dropout": (lambda x: F.dropout(x, 0.4), ONES),
+    "torch.dropout": (lambda x: torch.dropout(x, 0.4, True), ONES),
+    "torch.alpha_dropout": (lambda x: torch.alpha_dropout(x, 0.4, True), ONES),
+    "imported by name": (lambda x: dropout(x, 0.4), ONES),
+    "attention imported by name": (lambda x: scaled_dot_product_attention(x, x, x, dropout_p=0.4), QUERIES),
     "dropout1d": (lambda x: F.dropout1d(x, 0.4), ONES),
     "dropout2d": (lambda x: F.dropout2d(x, 0.4), torch.ones(B, T, D, 2)),
     "dropout3d": (lambda x: F.dropout3d(x, 0.4), torch.ones(B, T, D, 2, 2)),
@@ -237,8 +242,8 @@ def test_where_the_batch_is_is_found_for_modules_functions_and_outputs():
     assert dims.calls[""] == [Place(1, (T, 1, D)), Place(0, (1, 2, T, T)), Place(None, (1, D))]
 
 
-def test_a_model_that_looks_at_values_says_why_its_batch_was_not_found():
-    finder = found(lambda: Calls(lambda x: x if bool((x > 0).all()) else -x))
+def test_a_model_whose_shapes_depend_on_values_says_why_its_batch_was_not_found():
+    finder = found(lambda: Calls(lambda x: x if len(x.nonzero()) else -x))
     assert finder.find() is None and str(finder.failure).startswith("it cannot be run without values (")
 
 

@@ -11,6 +11,7 @@ import torch
 from meshrun import mesh, perplexity, token_cross_entropy
 from meshrun.experiment import Metric
 from meshrun.parallel.vocabulary import takes_split
+from meshrun.train.evaluate import _finished
 from meshrun.train.loop import Trainer
 from tests.programs import small_llama
 
@@ -32,8 +33,9 @@ def test_the_perplexity_of_equal_logits_is_the_size_of_the_vocabulary():
     assert perplexity.then(float(loss.total) / float(loss.count)) == pytest.approx(17)
 
 
-def test_a_loss_beyond_all_numbers_is_an_endless_perplexity():
+def test_a_loss_beyond_all_numbers_is_an_endless_perplexity_whoever_computes_it():
     assert perplexity.then(1e6) == math.inf
+    assert _finished("perplexity", Metric(token_cross_entropy, math.exp), 1e6) == math.inf
     assert math.isnan(perplexity.then(math.nan))
 
 
