@@ -38,38 +38,66 @@ _before: dict[str, Callable[..., Tensor]] = {
 """Functions that the ones of this module have replaced: torch's, or those of an Experiment (`key_functions`)."""
 _ids: Tensor | None = None
 """The ids of the samples in the batch that the loop computes; None outside of a loop over a sharded loader."""
-_loops: dict[object, tuple[Tensor, int | None]] = {}
-"""The loops over sharded loaders that have not ended, with their samples and dims of the batch; last the latest one."""
+_loops: dict[object, tuple[Tensor, int | None, bool]] = {}
+"""The loops over sharded loaders that have not ended, with what they said in `compute_in`; last the latest one."""
 _said_dim: int | None = None
 """The dim of the batch, where the user says it."""
+_uneven = False
+"""Whether some ranks have more samples of this batch than others."""
 _drawn = 0
 """Words drawn by this module."""
 _warned: set[str] = set()
 
 
-def compute_in(loop: object, ids: Tensor, batch_dim: int | None = None) -> None:
+def compute_in(loop: object, ids: Tensor, batch_dim: int | None = None, uneven: bool = False) -> None:
     """Draw for these samples of a loop until it, or another loop, goes on with others."""
     _loops.pop(loop, None)
-    _loops[loop] = ids, batch_dim
+    _loops[loop] = ids, batch_dim, uneven
     compute_on(*_loops[loop])
 
 
 def leave(loop: object) -> None:
     """Draw for the loop around the one that has ended; loops that are zipped may end in any order."""
     _loops.pop(loop, None)
-    compute_on(*next(reversed(_loops.values()), (None, None)))
+    compute_on(*next(reversed(_loops.values()), (None, None, False)))
 
 
-def compute_on(ids: Tensor | None, batch_dim: int | None = None) -> Tensor | None:
+def compute_on(ids: Tensor | None, batch_dim: int | None = None, uneven: bool = False) -> Tensor | None:
     """Draw for these samples from now on, and return those before; None leaves all random numbers to torch."""
-    global _ids, _said_dim
+    global _ids, _said_dim, _uneven
     compose_of_dropout()
     for name, function in _FUNCTIONS.items():
         if getattr(F, name) is not function:
             _before[name] = getattr(F, name)
             setattr(F, name, function)
-    before, _ids, _said_dim = _ids, ids, batch_dim
+    before, _ids, _said_dim, _uneven = _ids, ids, batch_dim, uneven
     return before
+
+
+def samples() -> int | None:
+    """How many samples of the batch this rank has; None outside of a loop over a sharded loader."""
+    return None if _ids is None else len(_ids)
+
+
+def warn_of_own_loss() -> None:
+    """Say that a loss with gradients is that of this rank's part of a batch."""
+    if _ids is not None and _on_several_ranks():
+        warn(
+            "a loss that does not come from mean_over_ranks() is that of a rank's part of the batch, and the mean of "
+            "its gradients over the ranks is not what one process computes where it is a sum or the parts are uneven, "
+            "so losses depend on the number of ranks: "
+            "loss = mean_over_ranks(F.cross_entropy(outputs, targets, reduction='sum'), len(targets))"
+        )
+
+
+def warn_of_uneven_parts() -> None:
+    """Say that ranks have more and fewer samples, and none of the losses says of how many it is the mean."""
+    if _uneven:
+        warn(
+            "mean_over_ranks(loss) without a count weighs all ranks alike, but some have more samples of this batch "
+            "than others, so losses depend on the number of ranks: give a sum and its count, such as "
+            "mean_over_ranks(F.cross_entropy(outputs, targets, reduction='sum'), len(targets))"
+        )
 
 
 def randn_like(tensor: Tensor) -> Tensor:
@@ -175,7 +203,7 @@ def _batch_dim(tensor: Tensor) -> int | None:
         return _said_dim if fits else 0 if shape[0] == samples else None
     if shape[0] == samples:
         if samples > 1 and len(shape) > 2 and shape[1] == samples:
-            _warn(
+            warn(
                 f"random numbers by sample for a tensor of shape {tuple(shape)} and {samples} samples: dim 0 is taken "
                 f"for the batch, but dim 1 may be it; say which it is, so that losses are the same on any number of "
                 f"ranks: shard(loader, batch_dim=0), or batch_dim=1 for (time, batch, …)"
@@ -206,7 +234,7 @@ def _warn_of_several_rows(shape: torch.Size) -> None:
     assert _ids is not None
     if shape[0] <= len(_ids) or not _on_several_ranks() or _in_torchs_attention(sys._getframe(1)):
         return
-    _warn(
+    warn(
         f"dropout by sample takes dim 0 of a tensor for the batch, each sample with several rows next to each other: "
         f"the shape is {tuple(shape)} for {len(_ids)} samples. Where that is not so, as of (time * batch, …), of two "
         f"views in one batch, or of a table without a batch, losses depend on the number of ranks; "
@@ -234,7 +262,7 @@ def telling_of_other_draws(device: torch.device) -> Iterator[None]:
     for _ in range(_drawn):
         torch.randint(1 << 62, (), generator=own)
     if not Drawn.now(device).same(replace(before, generator=own.get_state())):
-        _warn(
+        warn(
             "the model draws random numbers that do not belong to samples, so losses depend on the number of ranks: "
             "dropout that is called as F.dropout, and meshrun.randn_like, draw by sample in a loop over shard(loader)"
         )
@@ -254,10 +282,10 @@ def _warn_of_rank_dropout(input: Tensor, name: str) -> None:
         why = "it is not inside a loop over shard(loader); itertools.cycle() and list() hide which samples a batch has"
     else:
         why = f"no dim of its input, {tuple(input.shape)}, is the batch of {len(_ids)} samples"
-    _warn(f"F.{name} does not draw by sample here, so losses depend on the number of ranks: {why}")
+    warn(f"F.{name} does not draw by sample here, so losses depend on the number of ranks: {why}")
 
 
-def _warn(sentence: str) -> None:
+def warn(sentence: str) -> None:
     """Once for each sentence without its figures."""
     kind = sentence.split(":")[0].split("(")[0]
     if kind not in _warned:

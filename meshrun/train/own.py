@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import os
 import warnings
@@ -28,18 +29,28 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler, default_collate
 
 from meshrun.data.loader import Loader, Reading
 from meshrun.data.order import Order
 from meshrun.data.seeding import put_back, snapshot
 from meshrun.data.shuffle import FULL, NONE
-from meshrun.errors import UserError
+from meshrun.errors import UserError, described
 from meshrun.mesh import Here, start
 from meshrun.parallel.batchnorm import SYNCED, sync_batchnorms
 from meshrun.parallel.dp import apply
 from meshrun.state.weights import save_tensors, whole
-from meshrun.train.by_sample import compute_in, leave, telling_of_other_draws
+from meshrun.train.by_sample import (
+    compute_in,
+    leave,
+    samples,
+    telling_of_other_draws,
+    warn,
+    warn_of_own_loss,
+    warn_of_uneven_parts,
+)
+from meshrun.train.emptied import emptied
 from meshrun.world import detect
 
 
@@ -59,7 +70,15 @@ def replicate(model: nn.Module, find_unused_parameters: bool = False, sync_batch
             f"replicate() copies the model to all ranks, but the layout is '{here.layout}'; use "
             f"dp={here.size} (--layout), or Trainer(experiment).steps(), which trains on every layout"
         )
-    model = apply(unwrap(model).to(here.device), here).model
+    model = unwrap(model)
+    if missing := [name for name, each in (*model.named_parameters(), *model.named_buffers()) if is_lazy(each)]:
+        raise UserError(
+            f"{type(model).__name__} has parameters that get their sizes from a first batch{_named(missing)}; call the "
+            f"model with one before replicate()"
+        )
+    if model in _untrained:
+        _untrained.pop(model).remove()
+    model = apply(model.to(here.device), here).model
     if here.mesh is not None:
         if sync_batchnorm:
             sync_batchnorms(model, here.mesh["dp"].get_group())
@@ -69,12 +88,41 @@ def replicate(model: nn.Module, find_unused_parameters: bool = False, sync_batch
                 "ranks; replicate(model, sync_batchnorm=True) takes those of the whole batch",
                 stacklevel=2,
             )
-        return Replica(model, gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
+        if any(each.requires_grad for each in model.parameters()):
+            kind = _kind_of_replica(type(model))
+            return kind(model, gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
+        _untrained[model] = model.register_forward_pre_hook(_refuse_unfrozen)
     # Not as parts of itself, in which walks over its parts would never end.
     for name, value in (("module", model), ("no_sync", nullcontext)):
         if not hasattr(model, name):
             model.__dict__[name] = value
     return model
+
+
+_untrained: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
+"""Models that trained nothing when they were replicated, each with its hook against training."""
+
+
+def _refuse_unfrozen(model: nn.Module, inputs: Any) -> None:
+    """Nobody averages the gradients of a model that has been replicated without any."""
+    del inputs
+    unfrozen = [name for name, each in model.named_parameters() if each.requires_grad]
+    if unfrozen and torch.is_grad_enabled():
+        raise _changed(unfrozen)
+
+
+def _changed(parameters: list[str]) -> UserError:
+    return UserError(
+        f"parameters were added, frozen or unfrozen after replicate(){_named(parameters)}; do so before it, or "
+        f"replicate anew: model = replicate(model)"
+    )
+
+
+def _kind_of_replica(kind: type[nn.Module]) -> type[Replica]:
+    """With the container's methods that the model has: Python looks for that of `model[0]` in the class only."""
+    names = [name for name in ("__getitem__", "__len__", "__iter__", "__contains__") if hasattr(kind, name)]
+    methods = {name: lambda self, *key, name=name: getattr(self.module, name)(*key) for name in names}
+    return type(Replica.__name__, (Replica,), methods)
 
 
 class Replica(DistributedDataParallel):
@@ -100,8 +148,17 @@ class Replica(DistributedDataParallel):
                 return super().forward(*inputs, **named)
             self._looked_at = True
             with self._telling_of_buffers(), telling_of_other_draws(start().device):
-                return super().forward(*inputs, **named)
-        except RuntimeError as error:
+                outputs = super().forward(*inputs, **named)
+            self._tell_of_own_loss()
+            return outputs
+        except Exception as error:
+            if samples() == 0:
+                raise UserError(
+                    f"the model cannot compute a batch without samples ({described(error)}), and this rank has none "
+                    f"of the last batch of the epoch, which has fewer samples than there are ranks; leave it out with "
+                    f"DataLoader(drop_last=True), choose another batch_size, or write the model for any number of "
+                    f"samples, such as x.flatten(1) instead of x.view(len(x), -1)"
+                ) from error
             if "finished reduction in the prior iteration" not in str(error):
                 raise
             missing = [
@@ -111,6 +168,19 @@ class Replica(DistributedDataParallel):
                 f"the last loss did not use all parameters of the model{_named(missing)}; if that is meant, use "
                 f"replicate(model, find_unused_parameters=True)"
             ) from error
+
+    def _tell_of_own_loss(self) -> None:
+        """After the first forward pass for training: in its backward pass, say so if the loss is not of all ranks."""
+        told = _OverRanks.backwards
+
+        def look(gradient: Tensor) -> None:
+            del gradient
+            handle.remove()
+            if _OverRanks.backwards == told:
+                warn_of_own_loss()
+
+        trained = [each for each in self.module.parameters() if each.requires_grad]
+        handle = torch.autograd.graph.register_multi_grad_hook(trained, look, mode="any")
 
     @contextmanager
     def _telling_of_buffers(self) -> Iterator[None]:
@@ -149,10 +219,7 @@ class Replica(DistributedDataParallel):
         now = {name: each.requires_grad for name, each in self.module.named_parameters()}
         if now != self._trained:
             changed = sorted(name for name, _ in now.items() ^ self._trained.items())
-            raise UserError(
-                f"parameters were added, frozen or unfrozen after replicate(){_named(list(dict.fromkeys(changed)))}; "
-                f"do so before it, or replicate anew: model = replicate(model)"
-            )
+            raise _changed(list(dict.fromkeys(changed)))
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Set attributes where the model finds them."""
@@ -170,6 +237,19 @@ class Replica(DistributedDataParallel):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Replica:
+        """A replica too, unlike what a pickle holds."""
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        copied.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        return copied
+
+    def __reduce__(self) -> Any:
+        """Pickled as the model itself, which any number of processes can load."""
+        return unwrap, (self.module,)
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        self.module.compile(*args, **options)
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
         """The model's own, with the names that it has in one process."""
@@ -231,6 +311,10 @@ def shard(loader: DataLoader[Any], seed: int = 0, batch_dim: int | None = None) 
     return Sharded(loader, here, seed, batch_dim)
 
 
+_begun: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Datasets of which a loop has begun with epoch 0 of the order that seed 0 gives."""
+
+
 def _is_plain(sampler: Any, length: int) -> bool:
     """Whether every epoch is all samples once, in order or in any."""
     if isinstance(sampler, RandomSampler):
@@ -270,6 +354,7 @@ class Sharded:
         return order.length // order.batch if self.drop_last else order.steps_per_epoch
 
     def __iter__(self) -> Iterator[Any]:
+        self._tell_of_an_order_again()
         first = self.epoch * self._loader.order.steps_per_epoch
         self.epoch += 1
         loop = object()
@@ -277,7 +362,7 @@ class Sharded:
         try:
             for data in self._loader.steps(first, first + len(self)):
                 ids = torch.tensor(data.pieces[0] if data.pieces else [], dtype=torch.int64)
-                compute_in(loop, ids, self._batch_dim)
+                compute_in(loop, ids, self._batch_dim, uneven=len(data.ids) % self._loader.of > 0)
                 yield data.batches[0] if data.batches else self._nothing(int(data.ids[0]))
         finally:
             leave(loop)
@@ -299,26 +384,37 @@ class Sharded:
                     stacklevel=3,
                 )
 
+    def _tell_of_an_order_again(self) -> None:
+        """Once, where two loaders begin with the same shuffled order of the same data."""
+        order, dataset = self._loader.order, self._loader.dataset
+        if self.epoch or order.seed or order.shuffle != FULL:
+            return
+        with contextlib.suppress(TypeError):  # what has no hash or no weak references, such as a list
+            if dataset in _begun:
+                warn(
+                    "two loaders over the same data begin with the same shuffled order; where one is made anew for "
+                    "every epoch, make it once before, or set loader.epoch; two that go side by side need "
+                    "shard(loader, seed=1) for one of them"
+                )
+            _begun.add(dataset)
+
     def _nothing(self, sample: int) -> Any:
         """A batch of no samples, for a rank that has none at an epoch's end but must take part in backward."""
         collate = self._loader.reading.collate
         assert collate is not None
-        return _emptied(collate([self._loader.dataset[sample]]))
+        with put_back():
+            row = self._loader.dataset[sample]
+            return emptied(collate([row]), collate([row, row]))
 
 
-def _emptied(batch: Any) -> Any:
-    if isinstance(batch, Tensor):
-        return batch[:0]
-    if isinstance(batch, Mapping):
-        return {key: _emptied(value) for key, value in batch.items()}
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(_emptied(value) for value in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(_emptied(value) for value in batch)
-    return batch
+class _OverRanks(torch.autograd.Function):
+    """What makes one loss of those of all ranks."""
+
+    backwards = 0
+    """Backward passes through any of them."""
 
 
-class _MeanOverRanks(torch.autograd.Function):
+class _MeanOverRanks(_OverRanks):
     """Sum of totals over sum of counts; backward undoes that DDP will divide gradients by the number of ranks."""
 
     @staticmethod
@@ -332,21 +428,36 @@ class _MeanOverRanks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
+        _OverRanks.backwards += 1
         return gradient * ctx.factor.to(gradient.dtype), None, None
 
 
-def mean_over_ranks(total: Tensor | float, count: Tensor | float = 1) -> Tensor:
+def mean_over_ranks(total: Tensor | float, count: Tensor | float | None = None) -> Tensor:
     """The sum of `total` over all ranks divided by the sum of `count`: exact also where ranks have uneven parts.
 
     With a sum and its count, the result is the loss of the global batch, and its backward gives the right gradients
-    through `replicate`. With one argument it is the plain mean over the ranks.
+    through `replicate`. With one argument it is the plain mean over the ranks. Several sums in one tensor are divided
+    each by itself.
     """
     here = start()
     total = torch.as_tensor(total, device=here.device)
     if not total.is_floating_point():
         total = total.double()
-    count = torch.as_tensor(count, device=here.device)
-    return total / count if here.mesh is None else _MeanOverRanks.apply(total, count, here)
+    if count is None:
+        if total.requires_grad:
+            warn_of_uneven_parts()
+        count = 1
+    totals, counts = torch.broadcast_tensors(total, torch.as_tensor(count, device=here.device))
+    if here.mesh is None:
+        return totals / counts
+    if totals.dim():
+        _refuse_other_shapes("mean_over_ranks", here.gathered(list(totals.shape)))
+    return _MeanOverRanks.apply(totals, counts, here)
+
+
+def _refuse_other_shapes(function: str, shapes: list[Any]) -> None:
+    if any(shape != shapes[0] for shape in shapes):
+        raise UserError(f"{function}() needs tensors of the same shape and type on all ranks, but they are {shapes}")
 
 
 def barrier() -> None:
@@ -365,13 +476,26 @@ def broadcast(value: Any) -> Any:
     here = start()
     if not isinstance(value, Tensor):
         _refuse_tensors("broadcast", value, "broadcast(tensor) for each")
-        return here.from_rank_0(value)
     if here.mesh is None:
         return value
-    values = value.detach().to(here.device, copy=True).contiguous()
+    # Rank 0 says what it is: the others may have None.
+    sent = {"type": str(value.dtype), "shape": list(value.shape)} if isinstance(value, Tensor) else {"value": value}
+    sent = here.from_rank_0(sent)
+    if "value" in sent:
+        return sent["value"]
+    if here.rank == 0:
+        values = value.detach().to(here.device, copy=True).contiguous()
+    else:
+        dtype = getattr(torch, sent["type"].removeprefix("torch."))
+        values = torch.empty(sent["shape"], dtype=dtype, device=here.device)
     with here.waiting("a tensor from rank 0"):
-        dist.broadcast(values, src=0)
+        dist.broadcast(_bytes_of(values), src=0)
     return values
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    """The same memory as bytes, which every process group can send; gloo knows no int16."""
+    return values.view(-1).view(torch.uint8)
 
 
 def _refuse_tensors(function: str, value: Any, instead: str) -> None:
@@ -381,23 +505,26 @@ def _refuse_tensors(function: str, value: Any, instead: str) -> None:
         _refuse_tensors(function, each, instead)
 
 
-class _GatherRows(torch.autograd.Function):
+class _GatherRows(_OverRanks):
     """Rows of all ranks; the gradient of this rank's rows is the sum over what all ranks computed with them."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, here: Here) -> Tensor:
-        counts = here.gathered(len(rows))
+        kinds = here.gathered([len(rows), list(rows.shape[1:]), str(rows.dtype)])
+        _refuse_other_shapes("gather_rows", [kind[1:] for kind in kinds])
+        counts = [kind[0] for kind in kinds]
         padded = rows.new_zeros(max(counts), *rows.shape[1:])
         padded[: len(rows)] = rows
         everyone = [torch.empty_like(padded) for _ in counts]
         with here.waiting("the rows of the other ranks"):
-            dist.all_gather(everyone, padded)
+            dist.all_gather([_bytes_of(part) for part in everyone], _bytes_of(padded))
         ctx.here, ctx.first, ctx.count = here, sum(counts[: here.rank]), len(rows)
         return torch.cat([part[:count] for part, count in zip(everyone, counts, strict=True)])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient,) = gradients
+        _OverRanks.backwards += 1
         gradient = gradient.contiguous().clone()
         with ctx.here.waiting("the gradients of rows of the other ranks"):
             dist.all_reduce(gradient)
@@ -411,6 +538,9 @@ def gather_rows(tensor: Tensor) -> Tensor:
     from all rows is the loss of the whole batch, and `replicate` averages its gradients rightly. Ranks may have
     different numbers of rows.
     """
+    if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+        what = "a tensor without rows" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise UserError(f"gather_rows() needs a tensor with rows, but was given {what}; gather(value) takes numbers")
     here = start()
     return tensor if here.mesh is None else _GatherRows.apply(tensor, here)
 
@@ -424,9 +554,11 @@ def print0(*values: Any, **options: Any) -> None:
 def save0(value: Any, path: str | Path) -> None:
     """Save on rank 0 only, whole or not at all; a name in .safetensors makes a file that no pickle is needed for.
 
-    Of a model or an optimizer, also inside a dict, the state dict is saved, with the names that it has in one process.
-    torch reads such a file back with `weights_only=True`, which runs no code.
+    Of a model or an optimizer, also inside a dict or a list, the state dict is saved, with the names that it has in one
+    process. torch reads such a file back with `weights_only=True`, which runs no code.
     """
+    if not isinstance(path, str | Path):
+        raise UserError(f"save0() needs the path of a file, such as 'model.pt', but was given {type(path).__name__}")
     if _rank() != 0:
         return
     path, value = Path(path), _plain(value)
@@ -447,6 +579,8 @@ def _plain(value: Any) -> Any:
     """State dicts instead of what has them: torch would save a model as a pickle of its code's names."""
     if isinstance(value, Mapping):
         return {name: _plain(each) for name, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_plain, value))
     if isinstance(value, nn.Module):
         value = unwrap(value)
     return value.state_dict() if callable(getattr(value, "state_dict", None)) else value

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
 import sys
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -39,6 +42,7 @@ from meshrun import (
 )
 from meshrun.data.order import slice_of
 from meshrun.layout import parse
+from meshrun.train.emptied import emptied
 from meshrun.train.own import Sharded
 from meshrun.world import World
 from tests import warm
@@ -65,6 +69,18 @@ def test_mean_over_ranks_of_one_number_is_the_plain_mean():
     start_on_cpu(3)
     assert mean_over_ranks([1.0, 2.0, 6.0][rank()]).item() == pytest.approx(3)
     assert mean_over_ranks(rank() + 1).item() == 2
+
+
+@pytest.mark.ranks(2)
+def test_several_sums_in_one_tensor_are_divided_each_by_itself():
+    start_on_cpu(2)
+    sums = torch.tensor([3.0, 5.0], requires_grad=True)
+    mean = mean_over_ranks(sums * (1 + rank()), torch.tensor([2, 4]))
+    assert mean.tolist() == [9 / 4, 15 / 8] and mean_over_ranks([1.0, 2.0], 2).tolist() == [0.5, 1.0]
+    mean.sum().backward()
+    assert sums.grad.tolist() == [(1 + rank()) * 2 / 4, (1 + rank()) * 2 / 8]
+    with pytest.raises(UserError, match=r"mean_over_ranks\(\) needs tensors of the same shape .* \[\[2\], \[3\]\]"):
+        mean_over_ranks(torch.ones(2 + rank()))
 
 
 @pytest.mark.usefixtures("alone")
@@ -215,7 +231,9 @@ def save_what_the_courses_save(folder: Path) -> None:
     save0(model, folder / "model.safetensors")
     save0({"model": model, "optimizer": optimizer, "loss": 0.5}, folder / "all.pt")
     save0(torch.arange(3), folder / "tensor.pt")
+    save0([("generator", model)], folder / "list.pt")
     barrier()
+    small_net().load_state_dict(loaded(folder / "list.pt")[0][1])
     for name in ("model.pt", "ddp.pt", "model.safetensors"):
         small_net().load_state_dict(loaded(folder / name))
     everything = loaded(folder / "all.pt")
@@ -276,6 +294,12 @@ def test_save0_says_what_a_safetensors_file_cannot_hold(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("alone")
+def test_save0_says_that_it_needs_a_path():
+    with pytest.raises(UserError, match=r"save0\(\) needs the path of a file, .* was given BytesIO"):
+        save0(torch.ones(2), io.BytesIO())
+
+
+@pytest.mark.usefixtures("alone")
 def test_save0_that_fails_leaves_the_old_file_and_nothing_beside_it(tmp_path: Path):
     path = tmp_path / "model.pt"
     save0({"a": torch.ones(2)}, path)
@@ -320,6 +344,57 @@ def test_a_last_batch_with_fewer_samples_than_ranks_gives_some_an_empty_part():
     assert len(loader) == 3
     (*_, (inputs, targets)) = iter(loader)
     assert inputs.dtype == targets.dtype == torch.int64
+
+
+class Tokens(UserDict):
+    """What a tokenizer's collate function gives."""
+
+    def lengths(self) -> list[int]:
+        return self["lengths"]
+
+
+def test_what_belongs_to_a_sample_is_taken_out_of_any_batch():
+    def time_first(rows: list[Any]) -> Any:
+        stacked = torch.stack([row[0] for row in rows], 1)
+        tokens = Tokens(ids=stacked, lengths=[len(row[0]) for row in rows], pad=0, name="words")
+        return tokens, tuple(row[1] for row in rows), torch.tensor(len(rows) * 4), np.ones((len(rows), 3))
+
+    row = (torch.arange(4), "a text")
+    tokens, texts, count, table = emptied(time_first([row]), time_first([row, row]))
+    assert tokens["ids"].shape == (4, 0) and tokens.lengths() == [] and tokens["pad"] == 0 and tokens["name"] == "words"
+    assert texts == () and count == 0 and table.shape == (0, 3)
+    assert emptied(("a",), ("a", "a")) == () and emptied([], []) == [] and emptied(3, 3) == 3
+    with pytest.raises(UserError, match=r"collate_fn made a object, which .* DataLoader\(drop_last=True\)"):
+        emptied([object(), 1], [object(), 2])
+
+
+@pytest.mark.ranks(2)
+def test_a_rank_without_samples_draws_as_many_numbers_as_the_others():
+    class Noisy(list[float]):
+        def __getitem__(self, number: Any) -> Any:
+            return torch.rand(3)
+
+    here = start_on_cpu(2)
+    torch.manual_seed(0)
+    assert len(list(shard(DataLoader(Noisy([0.0] * 3), batch_size=2)))) == 2
+    drawn = here.gathered(torch.rand(()).item())
+    assert drawn[0] == drawn[1]
+
+
+class Flattened(nn.Linear):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs.view(len(inputs), -1))
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_cannot_compute_without_samples_is_told_what_to_do():
+    start_on_cpu(2)
+    model = replicate(Flattened(5, 3))
+    refused = pytest.raises(UserError, match=r"a batch without samples \(.*drop_last=True.*x\.flatten\(1\)")
+    for inputs, _ in shard(DataLoader(points(3), batch_size=2)):
+        with refused if len(inputs) == 0 else contextlib.nullcontext(), torch.no_grad():
+            model(inputs)
+    assert len(inputs) == 1 - rank()
 
 
 Pair = namedtuple("Pair", "first second")
@@ -412,6 +487,9 @@ def test_pin_memory_is_no_error_without_a_gpu(workers: int):
 @pytest.mark.ranks(3)
 def test_values_are_gathered_and_broadcast():
     start_on_cpu(3)
+    only = torch.arange(6, dtype=torch.int16).view(2, 3) if rank() == 0 else None
+    assert torch.equal(broadcast(only), torch.arange(6, dtype=torch.int16).view(2, 3))
+    assert broadcast(torch.ones(2) if rank() else "a text") == "a text"
     assert gather({"rank": rank(), "scores": [0.5, None]}) == [
         {"rank": number, "scores": [0.5, None]} for number in range(3)
     ]
@@ -455,6 +533,19 @@ def test_a_loss_over_all_rows_has_the_gradients_of_one_process():
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.ranks(2)
+def test_rows_that_cannot_be_gathered_are_refused():
+    start_on_cpu(2)
+    for value, said in ((torch.tensor(1.0), "a tensor without rows"), ([1.0], "list")):
+        with pytest.raises(UserError, match=rf"gather_rows\(\) needs a tensor with rows, but was given {said};"):
+            gather_rows(value)
+    for value in (torch.ones(2, 3 + rank()), torch.ones(2, dtype=[torch.int64, torch.float32][rank()])):
+        with pytest.raises(UserError, match=r"gather_rows\(\) needs tensors of the same shape and type on all ranks"):
+            gather_rows(value)
+    assert gather_rows(torch.ones(rank(), 0)).shape == (1, 0)
+    assert gather_rows(torch.full((1,), rank(), dtype=torch.int16)).tolist() == [0, 1]
+
+
 class Branches(nn.Module):
     """A model of which each batch uses one half."""
 
@@ -494,6 +585,68 @@ class Scaled(nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return self.second(self.hidden(inputs)) * self.scale
+
+
+@pytest.mark.ranks(2)
+def test_a_replicated_container_is_still_one():
+    start_on_cpu(2)
+    model = replicate(nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 3)))
+    assert model[1].in_features == 4 and len(model) == 2 and [part.in_features for part in model] == [5, 4]
+    assert "head" in replicate(nn.ModuleDict({"head": nn.Linear(2, 2)}))
+    assert replicate(Scaled()), "a model without a length is true"
+
+
+def copy_pickle_and_compile(plain: nn.Module) -> None:
+    model = replicate(plain)
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        assert type(copy.deepcopy(model)) is type(model)
+    model(torch.ones(2, 5)).sum().backward()
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        copied.first.weight += 1
+    assert not torch.equal(copied.first.weight, model.first.weight)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    assert type(saved) is Scaled and torch.equal(saved.first.weight, plain.first.weight)
+    before = model(torch.ones(2, 5))
+    model.compile(backend="eager")
+    torch.testing.assert_close(model(torch.ones(2, 5)), before)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_model_in_one_process_is_copied_pickled_and_compiled():
+    copy_pickle_and_compile(Scaled())
+
+
+@pytest.mark.ranks(2)
+def test_a_model_on_two_ranks_is_copied_pickled_and_compiled():
+    start_on_cpu(2)
+    copy_pickle_and_compile(Scaled())
+
+
+@pytest.mark.ranks(2)
+def test_a_model_that_trains_nothing_is_replicated():
+    here = start_on_cpu(2)
+    assert replicate(nn.ReLU())(torch.ones(2)).tolist() == [1, 1]
+    torch.manual_seed(here.rank)
+    frozen = replicate(Scaled().requires_grad_(False))
+    weights = here.gathered(frozen.first.weight.tolist())
+    assert weights[0] == weights[1] and frozen.module is unwrap(frozen)
+    frozen.second.requires_grad_(True)
+    with pytest.raises(UserError, match=r"after replicate\(\): second\.weight, second\.bias; .* replicate anew"):
+        frozen(torch.ones(2, 5))
+    assert replicate(frozen)(torch.ones(2, 5)).requires_grad
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_lazy_model_is_refused_until_it_has_sizes():
+    model = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(UserError, match=r"first batch: 0\.weight, 0\.bias; call the model with one before replicate"):
+        replicate(model)
+    model(torch.ones(2, 5))
+    replicate(model)
 
 
 @pytest.mark.ranks(2)

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from meshrun import randn_like, replicate, shard
+from meshrun import gather_rows, mean_over_ranks, randn_like, replicate, shard
+from meshrun.train import by_sample
 from tests.train.small import start_on_cpu
 
 T, D = 6, 8
@@ -41,7 +42,7 @@ def said(code: Callable[[Any, Tensor], Tensor], batch_dim: int | None = None, **
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for (x,) in loader:
-            model(x).sum().backward()
+            mean_over_ranks(model(x).sum(), len(x)).backward()
     return [str(each.message) for each in caught if "losses depend on the number of ranks" in str(each.message)]
 
 
@@ -140,3 +141,52 @@ def test_parts_and_parameters_have_the_names_that_they_have_in_one_process():
     assert [name for name, _ in model.named_parameters(prefix="a", recurse=False)] == []
     assert len(list(model.parameters())) == len(list(plain.parameters()))
     assert not model.eval().module.attention.training
+
+
+def losses_said(loss: Callable[[Any, Tensor], Tensor], length: int = 7, **options: Any) -> list[str]:
+    """What two epochs with a loss of one's own warn of."""
+    by_sample._warned.clear()
+    data = TensorDataset(torch.randn(length, T, D))
+    loader = shard(DataLoader(data, batch_size=4, **options))
+    model = replicate(nn.Linear(D, D))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            for (x,) in loader:
+                loss(model, x).backward()
+    return [str(each.message) for each in caught if "number of ranks" in str(each.message)]
+
+
+@pytest.mark.ranks(2)
+def test_a_loss_of_a_ranks_part_alone_is_told_of():
+    start_on_cpu(2)
+    (sentence,) = losses_said(lambda model, x: model(x).sum())
+    assert sentence.startswith("a loss that does not come from mean_over_ranks() is that of a rank's part of the batch")
+    assert losses_said(lambda model, x: mean_over_ranks(model(x).sum(), len(x))) == []
+    assert losses_said(lambda model, x: gather_rows(model(x)).square().mean()) == []
+
+
+@pytest.mark.ranks(2)
+def test_means_of_uneven_parts_are_told_of():
+    start_on_cpu(2)
+    (sentence,) = losses_said(lambda model, x: mean_over_ranks(model(x).mean()))
+    assert sentence.startswith("mean_over_ranks(loss) without a count weighs all ranks alike, but some have more")
+    assert losses_said(lambda model, x: mean_over_ranks(model(x).mean()), drop_last=True) == []
+    assert losses_said(lambda model, x: mean_over_ranks(model(x).mean()), length=6) == []
+
+
+@pytest.mark.usefixtures("alone")
+def test_loaders_that_begin_with_the_same_order_are_told_of():
+    data = TensorDataset(torch.randn(8, D))
+
+    def again(**options: Any) -> list[str]:
+        by_sample._warned.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            list(shard(DataLoader(data, batch_size=4, shuffle=options.pop("shuffle", True)), **options))
+        return [str(each.message) for each in caught]
+
+    assert again(shuffle=False) == again() == []
+    (sentence,) = again()
+    assert "begin with the same shuffled order; where one is made anew for every epoch, make it once" in sentence
+    assert again(seed=1) == again(shuffle=False) == []
