@@ -109,7 +109,17 @@ def _killed(run: RunDirectory, rank: int, how: str, host: str) -> FirstFailure:
         return FirstFailure(directory_gone(run), [], run.log_of(rank), False)
     steps = [event.get("step") for event in _readable(run.events_of(rank)) if event["kind"] == "step"]
     where = f"after step {steps[-1]}" if steps else "before its first step"
-    return FirstFailure(f"rank {rank} on {host} {how} {where}", tail(run.log_of(rank)), run.log_of(rank), False)
+    lines = tail(run.log_of(rank))
+    apart = OTHER_COLLECTIVE if any("collective mismatch" in line for line in lines) else ""
+    return FirstFailure(f"rank {rank} on {host} {how} {where}{apart}", lines, run.log_of(rank), False)
+
+
+OTHER_COLLECTIVE = (
+    ": it got another tensor than it waited for, since some ranks have called the model, a barrier or another "
+    "collective more often than others, or in another order; let all ranks do so alike, and use unwrap(model) where "
+    "one rank computes alone"
+)
+"""What gloo, which ends the process, means by a collective mismatch."""
 
 
 def write_traceback(error: BaseException, file: TextIO) -> None:

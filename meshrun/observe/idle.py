@@ -58,12 +58,17 @@ class Activity:
     def __init__(self) -> None:
         self._before: dict[int, tuple[float, Effort, Effort]] = {}
         """When a process was last looked at, and what it and what its children had done by then."""
+        self._ready: set[int] = set()
+        """Processes that were ready to run when they were last looked at."""
 
     def seen(self, pid: int) -> bool:
         """Whether a process has done anything since it was last asked about; one that is new has."""
         now, own = time.monotonic(), Effort.of(pid)
         at, before, of_children = self._before.get(pid, (now, None, NOTHING))
-        if before is None or own.differs(before, now - at) or _is_ready(pid):
+        # A thread that only wakes up to look is ready for a moment; a computation that gets no core is at every look.
+        ready, was_ready = _is_ready(pid), pid in self._ready
+        self._ready = self._ready | {pid} if ready else self._ready - {pid}
+        if before is None or own.differs(before, now - at) or (ready and was_ready):
             # Children are looked for among all processes of the machine, which is left out for those that are busy.
             self._before[pid] = now, own, of_children
             return True

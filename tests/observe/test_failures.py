@@ -128,6 +128,14 @@ def test_killed_rank_is_told_with_its_step_last_lines_and_log(run: RunDirectory,
     assert lines == [f"    {line}" for line in found.lines]
 
 
+def test_a_rank_that_gloo_has_ended_is_told_with_what_the_program_did(run: RunDirectory):
+    log = "terminate called\n  what(): Received data size doesn't match. Is there a distributed collective mismatch?\n"
+    run.log_of(1).write_text(log)
+    sentence = first_failure(run, {1: "was killed by SIGABRT"}, "n7").sentence
+    assert "was killed by SIGABRT before its first step: it got another tensor than it waited for" in sentence
+    assert sentence.endswith("and use unwrap(model) where one rank computes alone")
+
+
 def test_rank_that_raised_is_told_with_its_own_last_lines(run: RunDirectory):
     failed(run, 1, 5.0)
     run.log_of(1).write_text("a traceback\n")

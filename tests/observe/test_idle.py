@@ -27,7 +27,12 @@ def test_a_process_that_is_ready_to_run_on_a_busy_machine_is_not_idle(monkeypatc
     assert activity.seen(4711), "a process that is new has done something"
     assert not activity.seen(4711)
     ready[0] = True
-    assert activity.seen(4711)
+    assert not activity.seen(4711), "threads that only look at something are ready now and then"
+    assert activity.seen(4711) and activity.seen(4711)
+    ready[0] = False
+    assert not activity.seen(4711)
+    ready[0] = True
+    assert not activity.seen(4711)
 
 
 def test_what_children_do_is_progress_and_what_an_answer_costs_is_none(monkeypatch: pytest.MonkeyPatch):
