@@ -78,10 +78,11 @@ class Witness:
 
     @property
     def waits_in(self) -> str:
-        """What it would say that it waits for."""
+        """What it would say that it waits for; of a script the user's own line."""
+        if self.is_script and self.frames:
+            return _named(self.frames)
         pending = [call for group in self.groups for call in group.pending]
-        unknown = _named(self.frames) if self.is_script and self.frames else "a collective"
-        return self.pulse.what or (str(pending[0]) if pending else unknown)
+        return self.pulse.what or (str(pending[0]) if pending else "a collective")
 
 
 Kind = Literal["stopped", "reader", "code", "done", "others"]
@@ -104,11 +105,17 @@ def diagnose(witnesses: Sequence[Witness]) -> Finding:
         if there:
             guilty = max(there, key=lambda each: each.pulse.silent)
             return Finding(guilty.rank, _sentence(guilty, places, witnesses))
+    gone = [by_rank[rank] for rank, place in places.items() if place.kind == "done"]
+    waiting = [each for each in witnesses if places[each.rank].kind == "others"]
+    if gone and waiting and gone[0].is_script:
+        return Finding(
+            gone[0].rank,
+            f"{gone[0].name} has finished, while {_waits(waiting)}; all ranks must call the model, barrier() and other "
+            f"collectives equally often",
+        )
     absent = missing(witnesses)
     if absent is not None:
         return absent
-    gone = [by_rank[rank] for rank, place in places.items() if place.kind == "done"]
-    waiting = [each for each in witnesses if places[each.rank].kind == "others"]
     if gone and waiting:
         return Finding(
             gone[0].rank,
@@ -133,7 +140,8 @@ def place_of(witness: Witness) -> Place:
     """Where the main thread is, told from its innermost frames."""
     if witness.state in ("T", "t"):
         return Place("stopped", "has been stopped (SIGSTOP)")
-    if witness.pulse.phase in ("done", "ended") and not witness.pulse.what:
+    ended = witness.pulse.phase == "ended"  # what it waits for then is that all ranks have come so far
+    if ended or (witness.pulse.phase == "done" and not witness.pulse.what):
         return Place("done")
     frames = witness.frames
     inner = list(itertools.takewhile(_is_library, frames))

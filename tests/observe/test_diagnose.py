@@ -65,7 +65,8 @@ def test_ranks_of_a_script_are_named_without_a_step(tmp_path: Path):
     stuck = waiting(0, pulse=pulse(0, 61, "script", ""), frames=frames, groups=[])
     ended = waiting(1, pulse=pulse(1, 62, "ended", ""), frames=[], groups=[])
     assert diagnose([stuck, ended]).sentence == (
-        "rank 1 on node7 has finished, while rank 0 waits for it in model.py:2 forward (dist.destroy_process_group())"
+        "rank 1 on node7 has finished, while rank 0 waits for it in model.py:2 forward (dist.destroy_process_group()); "
+        "all ranks must call the model, barrier() and other collectives equally often"
     )
     assert diagnose([stuck]).sentence == (
         "no rank on node7 has got on for 61 s: rank 0 waits for others in model.py:2 forward "
@@ -73,6 +74,19 @@ def test_ranks_of_a_script_are_named_without_a_step(tmp_path: Path):
     )
     assert diagnose([ended]).sentence == (
         "rank 1 on node7 has come to the end of its script, but its process has not ended for 62 s"
+    )
+
+
+def test_a_script_that_has_ended_while_another_waits_in_another_collective_has_finished(tmp_path: Path):
+    line = [IN_COLLECTIVE[0], user_file(tmp_path, "meshrun.barrier()")]
+    stuck = waiting(
+        0, pulse=pulse(0, 61, "script", "a word from every rank"), frames=line, groups=[pending(1, "gather")]
+    )
+    ended = waiting(1, pulse=pulse(1, 62, "ended", "all ranks to finish"), groups=[pending(1)])
+    finding = diagnose([stuck, ended])
+    assert finding.rank == 1
+    assert finding.sentence.startswith(
+        "rank 1 on node7 has finished, while rank 0 waits for it in model.py:2 forward (meshrun.barrier())"
     )
 
 
