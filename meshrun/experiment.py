@@ -357,6 +357,8 @@ def _check_classes(train: object, name: str, data: object) -> None:
 def _check_dataset(name: str, data: object) -> None:
     if isinstance(data, type):
         raise UserError(f"{name} is the class {data.__name__}; it must be a dataset, such as {data.__name__}()")
+    if isinstance(data, tuple) and data and all(hasattr(each, "shape") for each in data):
+        raise UserError(f"{name} is a tuple of {len(data)} tensors; make a dataset of them: TensorDataset(*tensors)")
     if isinstance(data, str | bytes) or not (hasattr(data, "__len__") and hasattr(data, "__getitem__")):
         raise UserError(f"{name} is {_described(data)}; it must be a map-style dataset with len(data) and data[i]")
     try:

@@ -85,6 +85,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"train": Endless()}, "train is Endless; it must be a map-style dataset with len(data) and data[i]"),
     ({"train": Counted()}, "train is Counted; it must be a map-style dataset with len(data) and data[i]"),
     ({"train": 5}, "train is 5 of type int; it must be a map-style dataset with len(data) and data[i]"),
+    (
+        {"train": (torch.ones(9, 2), torch.ones(9))},
+        "train is a tuple of 2 tensors; make a dataset of them: TensorDataset(",
+    ),
     ({"train": []}, "train has no samples; a dataset must have at least one"),
     ({"evals": {"val": iter([1])}}, "evals['val'] is list_iterator; it must be a map-style dataset with len(data) and"),
     ({"evals": {"val": []}}, "evals['val'] has no samples; a dataset must have at least one"),

@@ -15,10 +15,11 @@ import difflib
 import functools
 import importlib
 import importlib.util
+import inspect
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,13 @@ class Target:
         """The experiment function, from the imported file."""
         assert self.entry is not None
         found = getattr(self.module(), self.entry, None)
-        if not callable(found):
+        if found is None:
             raise UserError(f"{self.label} has no function {self.entry!r}; it must have one that returns an Experiment")
+        if not inspect.isroutine(inspect.unwrap(found)):
+            raise UserError(
+                f"{self.entry} in {self.label} is {'a class' if isinstance(found, type) else type(found).__name__}; it "
+                f"must be a function that returns an Experiment: def {self.entry}(): return …"
+            )
         return found
 
 
@@ -129,20 +135,39 @@ def _entry_of(path: Path) -> str | None:
         raise UserError(f"{path} is not valid Python: {error or 'it is nested too deep'}") from error
     acting = [node for node in tree.body if _acts(node)]
     imported = False
-    for node in tree.body:
+    for node in _defining(tree.body):
         match node:
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if name == ENTRY:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name) if (
+                name == ENTRY
+            ):
                 _refuse_training_twice(path, acting)
                 return ENTRY
             case ast.ImportFrom(names=names) if any((each.asname or each.name) == ENTRY for each in names):
                 imported = True
-            case ast.Assign(targets=targets) if any(isinstance(t, ast.Name) and t.id == ENTRY for t in targets):
-                return ENTRY
+            case ast.Assign(targets=targets, value=value) if any(
+                isinstance(t, ast.Name) and t.id == ENTRY for t in targets
+            ):
+                # Loggers' programs have such a name too: experiment = Experiment(api_key=…)
+                if not isinstance(value, ast.Call) or acting == [node]:
+                    return ENTRY
     if not acting:
         if imported:
             return ENTRY
         _refuse_misnamed(path, tree)
+        if any(each.name == "*" for node in tree.body if isinstance(node, ast.ImportFrom) for each in node.names):
+            return ENTRY
+    _refuse_untrained(path, tree)
     return None
+
+
+def _defining(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a file, with those in conditions and in what may fail, but for what only runs as a program."""
+    for node in body:
+        yield node
+        if isinstance(node, ast.Try):
+            yield from _defining([*node.body, *(each for handler in node.handlers for each in handler.body)])
+        elif isinstance(node, ast.If) and "__name__" not in ast.unparse(node.test):
+            yield from _defining([*node.body, *node.orelse])
 
 
 def _acts(node: ast.stmt) -> bool:
@@ -172,6 +197,38 @@ def _refuse_training_twice(path: Path, acting: list[ast.stmt]) -> None:
                         f'{name}() by itself; put that under `if __name__ == "__main__":`, or rename the function to '
                         f"run the file as a plain script"
                     )
+
+
+def _refuse_untrained(path: Path, tree: ast.Module) -> None:
+    """Refuse a script that makes an Experiment and drops it: nothing would be trained."""
+    makers = {each.name for each in tree.body if isinstance(each, ast.FunctionDef) and _makes_experiment(each)}
+    used = {each.id for each in ast.walk(tree) if isinstance(each, ast.Name) and isinstance(each.ctx, ast.Load)}
+    blocks = [tree.body, *(node.body for node in tree.body if isinstance(node, ast.If))]
+    for node in (node for block in blocks for node in block):
+        match node:
+            case ast.Expr(value=ast.Call(func=function)):
+                dropped = True
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call(func=function)):
+                dropped = name not in used
+            case _:
+                continue
+        called = ast.unparse(function)
+        if dropped and (called in makers or called in _names_of_experiment(tree)):
+            hint = f", or give {path}:{called}" if called in makers else ""
+            raise UserError(
+                f"line {node.lineno} of {path} makes an Experiment that nothing trains; let a function experiment() "
+                f"return it, which meshrun calls{hint}"
+            )
+
+
+def _names_of_experiment(tree: ast.Module) -> Iterator[str]:
+    """What a file calls the Experiment of meshrun; other libraries have a class of that name too."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                yield from (f"{each.asname or each.name}.Experiment" for each in names if each.name == "meshrun")
+            case ast.ImportFrom(module="meshrun", names=names):
+                yield from (each.asname or "Experiment" for each in names if each.name in ("Experiment", "*"))
 
 
 def _refuse_misnamed(path: Path, tree: ast.Module) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from meshrun import UserError
+from meshrun.cli.options import options_of
 from meshrun.cli.target import find, place_of
 from meshrun.config import DATA
 from meshrun.errors import RunFailed
@@ -76,6 +77,76 @@ def test_a_misnamed_experiment_is_refused_with_both_ways_out(tmp_path: Path, tex
 def test_a_file_that_does_nothing_when_it_is_run_is_refused(tmp_path: Path, text: str):
     with pytest.raises(UserError, match="has no function 'experiment' and does nothing when it is run; write a"):
         entry(tmp_path, text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "try:\n    import fast\nexcept ImportError:\n    def experiment(): ...\n",
+        "import sys\nif sys.platform:\n    experiment = make\n",
+        "from elsewhere import *\n",
+        "class experiment: ...\n",
+        "experiment = partial(make, 3)\n",
+    ],
+)
+def test_an_experiment_is_found_wherever_a_file_defines_it(tmp_path: Path, text: str):
+    assert entry(tmp_path, text) == "experiment"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from comet_ml import Experiment\nexperiment = Experiment(api_key='…')\ntrain()\n",
+        "from comet_ml import Experiment\nexp = Experiment()\n",
+        "import sys\nif __name__ == '__main__':\n    from e import experiment\n    run(experiment)\n",
+        "from meshrun import Experiment, Trainer\nexp = Experiment()\nfor update in Trainer(exp).steps(): ...\n",
+    ],
+)
+def test_programs_that_train_by_themselves_stay_plain_scripts(tmp_path: Path, text: str):
+    assert entry(tmp_path, text) is None
+
+
+@pytest.mark.parametrize(
+    "text, line, hint",
+    [
+        ("import meshrun as m\nexp = m.Experiment(model=None)\n", 2, ""),
+        ("from meshrun import *\ndata = load()\nExperiment(train=data)\n", 3, ""),
+        ("def main() -> 'Experiment':\n    ...\nif __name__ == '__main__':\n    main()\n", 4, ", or give {path}:main"),
+    ],
+)
+def test_an_experiment_that_nothing_trains_is_refused(tmp_path: Path, text: str, line: int, hint: str):
+    with pytest.raises(UserError) as caught:
+        entry(tmp_path, text)
+    path = tmp_path / "file.py"
+    assert str(caught.value) == (
+        f"line {line} of {path} makes an Experiment that nothing trains; let a function experiment() return it, which "
+        f"meshrun calls{hint.format(path=path)}"
+    )
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [("3", "is int"), ("functools.partial(print)", "is partial"), ("Path", "is a class"), ("None", "has no function")],
+)
+def test_what_is_no_function_is_refused(tmp_path: Path, value: str, said: str):
+    path = tmp_path / f"odd_{len(value)}.py"
+    path.write_text(f"import functools\nfrom pathlib import Path\nexperiment = {value}\n")
+    with pytest.raises(UserError, match=said):
+        find(str(path)).function()
+
+
+def test_a_decorated_function_is_one(tmp_path: Path):
+    path = tmp_path / "decorated_program.py"
+    path.write_text("import functools\n@functools.cache\ndef experiment(lr: float = 0.1): ...\n")
+    assert [option.name for option in options_of(find(str(path)).function())] == ["lr"]
+
+
+def test_a_parameter_that_has_no_name_to_give_is_refused():
+    def experiment(lr: float = 0.1, /) -> None:
+        del lr
+
+    with pytest.raises(UserError, match=r"parameter 'lr' of experiment\(\) cannot be given by its name; take the '/'"):
+        options_of(experiment)
 
 
 def test_an_experiment_that_is_a_coroutine_is_no_plain_script(tmp_path: Path):
