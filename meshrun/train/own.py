@@ -92,11 +92,29 @@ def replicate(model: nn.Module, find_unused_parameters: bool = False, sync_batch
             kind = _kind_of_replica(type(model))
             return kind(model, gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
         _untrained[model] = model.register_forward_pre_hook(_refuse_unfrozen)
-    # Not as parts of itself, in which walks over its parts would never end.
-    for name, value in (("module", model), ("no_sync", nullcontext)):
-        if not hasattr(model, name):
-            model.__dict__[name] = value
-    return model
+    return _alone(model)
+
+
+def _alone(model: nn.Module) -> nn.Module:
+    """The model with all of its attributes, and with those of a replica beside them, where nobody else trains it.
+
+    The model itself does not get them: who unwraps as long as there is a `.module`, as Hugging Face does, must come to
+    an end.
+    """
+    plain = type(model)
+    found: dict[str, Any] = {"module": property(lambda self: self._replicated), "no_sync": staticmethod(nullcontext)}
+    methods = {
+        **{name: value for name, value in found.items() if not hasattr(model, name)},
+        "_replicated": model,
+        "__jit_unused_properties__": [*getattr(plain, "__jit_unused_properties__", []), "module"],
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "__reduce__": lambda self: (unwrap, (self._replicated,)),
+        "__deepcopy__": lambda self, memo: _alone(copy.deepcopy(self._replicated, memo)),
+    }
+    same: nn.Module = object.__new__(type(plain.__name__, (plain,), methods))
+    object.__setattr__(same, "__dict__", model.__dict__)
+    return same
 
 
 _untrained: weakref.WeakKeyDictionary[nn.Module, Any] = weakref.WeakKeyDictionary()
@@ -276,7 +294,9 @@ def _named(parameters: list[str]) -> str:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The model that `replicate` was given, on any number of ranks; also the one inside torch's own wrapper."""
-    return model.module if isinstance(model, DistributedDataParallel) else model
+    if isinstance(model, DistributedDataParallel):
+        return model.module
+    return vars(type(model)).get("_replicated", model)
 
 
 def shard(loader: DataLoader[Any], seed: int = 0, batch_dim: int | None = None) -> Sharded:

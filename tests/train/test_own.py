@@ -133,7 +133,8 @@ def test_replicate_gives_all_ranks_the_weights_of_rank_0():
 @pytest.mark.usefixtures("alone")
 def test_in_one_process_the_parts_are_plain_torch():
     model = small_net()
-    assert replicate(model) is model
+    replicated = replicate(model)
+    assert isinstance(replicated, nn.Sequential) and replicated.__dict__ is model.__dict__
     total = torch.tensor(6.0, requires_grad=True)
     mean = mean_over_ranks(total, 4)
     mean.backward()
@@ -195,11 +196,23 @@ class Coder(nn.Module):
         return self.decode(self.encoder(inputs))
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """As Hugging Face and others do it."""
+    return unwrapped(model.module) if hasattr(model, "module") else model
+
+
 def reach_the_model_inside() -> None:
     plain = Coder()
     model = replicate(plain)
     assert model.width == 2 and model.decode(torch.ones(3, 2)).shape == (3, 4)
-    assert model.module is plain and unwrap(model) is plain
+    assert model.module is plain and unwrap(model) is plain and unwrapped(model) is plain
+    assert unwrap(replicate(model)) is plain
+    model.width, model.other = 3, "new"
+    assert plain.width == 3 and model.other == "new"
+    model.width = 2
+    model.eval()
+    assert not plain.training and not model.training
+    model.train()
     assert list(model.state_dict()) == list(plain.state_dict())
     weights = Coder().state_dict()
     model.load_state_dict(weights)
@@ -618,6 +631,12 @@ def copy_pickle_and_compile(plain: nn.Module) -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_model_in_one_process_is_copied_pickled_and_compiled():
     copy_pickle_and_compile(Scaled())
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore:.*deprecated")
+def test_a_model_in_one_process_is_scripted():
+    assert torch.jit.script(replicate(small_net()))(torch.ones(2, 5)).shape == (2, 3)
 
 
 @pytest.mark.ranks(2)
