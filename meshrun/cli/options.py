@@ -127,9 +127,7 @@ def options_of(function: Callable[..., Any], but: Collection[str] = ()) -> list[
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) or parameter.name in but:
             continue
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise UserError(
-                f"parameter {parameter.name!r} of {function.__name__}() cannot be given by its name; take the '/' out"
-            )
+            raise UserError(f"parameter {parameter.name!r} of {name}() cannot be given by its name; take the '/' out")
         default = REQUIRED if parameter.default is parameter.empty else parameter.default
         hint = hints.get(parameter.name, str if default in (REQUIRED, None) else type(default))
         help, hint = _annotated(hint)

@@ -15,7 +15,6 @@ import difflib
 import functools
 import importlib
 import importlib.util
-import inspect
 import shlex
 import sys
 import traceback
@@ -58,7 +57,7 @@ class Target:
         found = getattr(self.module(), self.entry, None)
         if found is None:
             raise UserError(f"{self.label} has no function {self.entry!r}; it must have one that returns an Experiment")
-        if not inspect.isroutine(inspect.unwrap(found)):
+        if isinstance(found, type) or not callable(found):
             raise UserError(
                 f"{self.entry} in {self.label} is {'a class' if isinstance(found, type) else type(found).__name__}; it "
                 f"must be a function that returns an Experiment: def {self.entry}(): return …"

@@ -138,7 +138,7 @@ TARGETS = {
     "data.csv": r"'data.csv' is neither a Python file nor a recipe",
     f"{WRONG}:": r"wrong.py:' names no function; give file.py, or file.py:function$",
     f"{WRONG}:absent": r"wrong.py has no function 'absent'; it must have one that returns an Experiment$",
-    f"{WRONG}:NUMBER": r"wrong.py has no function 'NUMBER'",
+    f"{WRONG}:NUMBER": r"NUMBER in wrong.py is int; it must be a function that returns an Experiment",
     f"{WRONG}:returns_nothing": r"returns_nothing\(\) of wrong.py returned NoneType; it must return an Experiment$",
     f"{WRONG}:returns_a_table": r"returns_a_table\(\) of wrong.py returned dict; it must return an Experiment$",
     f"{WRONG}:empty_evaluation": r"evals\['val'\] has no samples; a dataset must have at least one$",

@@ -126,11 +126,11 @@ def test_an_experiment_that_nothing_trains_is_refused(tmp_path: Path, text: str,
 
 @pytest.mark.parametrize(
     "value, said",
-    [("3", "is int"), ("functools.partial(print)", "is partial"), ("Path", "is a class"), ("None", "has no function")],
+    [("3", "is int"), ("Path", "is a class"), ("None", "has no function")],
 )
 def test_what_is_no_function_is_refused(tmp_path: Path, value: str, said: str):
     path = tmp_path / f"odd_{len(value)}.py"
-    path.write_text(f"import functools\nfrom pathlib import Path\nexperiment = {value}\n")
+    path.write_text(f"from pathlib import Path\nexperiment = {value}\n")
     with pytest.raises(UserError, match=said):
         find(str(path)).function()
 
