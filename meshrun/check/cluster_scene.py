@@ -11,7 +11,6 @@ Nodes do not see each other's memory, and this machine does not see theirs: how 
 from __future__ import annotations
 
 import contextlib
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from meshrun.check.scene import NAME, Life, Missed, NotSurvived, Scene
 from meshrun.errors import UserError
 from meshrun.launch.chain import Record
 from meshrun.observe.events import Follower
+from meshrun.world.environment import python_for
 from meshrun.world.hostlist import expand_hosts
 
 NODES, PROCS = 2, 2
@@ -52,7 +52,7 @@ class ClusterScene(Scene):
     def begin(self, target: Path | str) -> None:
         where = ("--name", NAME, "--runs", self.disk.folder, "--config", self._options)
         size = ("--nodes", NODES, "--gpus-per-node", PROCS, "--time", "2h", "--until-done")
-        words = [sys.executable, "-m", "meshrun", "submit", target, *where, *size, "--json"]
+        words = python_for(["-m", "meshrun", "submit", str(target), *where, *size, "--json"])
         self.cluster.run(CONTROL, words, cwd=self.folder, timeout=self.patience, check=True)
 
     def end(self) -> None:

@@ -28,7 +28,7 @@ from meshrun.launch.submission import LINKS, Element, Resources, Rules, Submissi
 from meshrun.layout import Layout, parse
 from meshrun.train.interval import parse as parse_interval
 from meshrun.world import walltime
-from meshrun.world.environment import inherited
+from meshrun.world.environment import flags_of_python, inherited
 from meshrun.world.profile import Site
 from meshrun.world.sites import found_here, load
 from meshrun.world.slurm import has_account
@@ -236,6 +236,7 @@ def _submission(
         # As it is typed to submit it, so that what is shown is what would be sent.
         command=("meshrun", command, *without_secrets(word for word in words if word != "--dry-run")),
         python=sys.executable,
+        python_flags=flags_of_python(),
         resources=resources,
         rules=rules_of(site) if site is not None else Rules(),
         sweep=sweep,

@@ -91,7 +91,7 @@ def _play(plan: Plan, small: Small, folder: Path, words: list[str], tell: Callab
     resources = submission.resources
     keeps = small.config.checkpoint != "none"
     links: list[Link] = []
-    for link in Rehearsal(folder, submission.python).links(
+    for link in Rehearsal(folder).links(
         submission.script_path, resources.gpus_per_node, partial(_pass_on, folder, tell), warn_first=keeps
     ):
         links.append(link)

@@ -1,6 +1,6 @@
 """Plays Slurm for one job on this machine: runs its script as it is, and whatever the script asks for after it.
 
-    slurm = Rehearsal(folder, sys.executable)
+    slurm = Rehearsal(folder)
     for link in slurm.links(run / "job.sh", gpus_per_node=4, tell=print):
         link.status, link.log                    # of the job's shell
 
@@ -48,9 +48,9 @@ class Link:
 class Rehearsal:
     """Slurm, as far as one job sees it."""
 
-    def __init__(self, folder: Path, python: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._bin = put_up(folder, python)
+        self._bin = put_up(folder)
 
     def links(
         self, script: Path, gpus_per_node: int, tell: Callable[[str], None], warn_first: bool = True

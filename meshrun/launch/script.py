@@ -139,7 +139,9 @@ def _training(submission: Submission) -> Iterator[str]:
         yield 'RUN="${RUNS[SLURM_ARRAY_TASK_ID]}"'
     else:
         yield f"RUN={quoted(str(submission.run))}"
-    yield f"PYTHON={quoted(submission.python)}"
+    if submission.python_flags:
+        yield from _comment("-P: no modules are taken from the working directory, where others may have put some.")
+    yield f"PYTHON=({' '.join(map(quoted, (submission.python, *submission.python_flags)))})"
     yield ""
     yield "STEP=("
     yield from _comment("All nodes get what this shell exports, also where sbatch was given --export=NONE.", "    ")
@@ -181,7 +183,7 @@ srun --export=ALL ls "$RUN/config.json" >/dev/null || status=$?
 if ((status != 0)); then
     echo "meshrun: the nodes named above cannot see $RUN; runs must be on a disk that all nodes share (--runs)" >&2
 else
-    srun "${STEP[@]}" "$PYTHON" -m meshrun resume "$RUN" --from-start &
+    srun "${STEP[@]}" "${PYTHON[@]}" -m meshrun resume "$RUN" --from-start &
     step=$!
     # A signal ends `wait`, and not the step: wait again, unless it was the step that ended.
     told=yes
@@ -192,7 +194,7 @@ else
 fi
 
 # Complete, failed, or to be gone on with: this decides, says so, and its exit status is the job's.
-exec "$PYTHON" -m meshrun next "$RUN" --status "$status"
+exec "${PYTHON[@]}" -m meshrun next "$RUN" --status "$status"
 """.strip("\n").split("\n")
 
 

@@ -1,6 +1,6 @@
 """Slurm's commands for a job that is played on one machine: `srun` starts a process for each task of each node here.
 
-    put_up(folder, sys.executable)               # folder/bin with srun, sbatch, squeue, scontrol, module, …
+    put_up(folder)                               # folder/bin with srun, sbatch, squeue, scontrol, module, …
     stand_in(folder, ["srun", "--export=ALL", "hostname"])      # what these files call
 
 They read what the job was granted from `folder/job.json` and leave notes for whoever plays Slurm: `step-N/argv.json`
@@ -29,6 +29,7 @@ from types import FrameType
 from meshrun import strict_json
 from meshrun.config import write_json
 from meshrun.errors import RunFailed, UserError
+from meshrun.world.environment import python_for
 from meshrun.world.hostlist import expand_hosts
 from meshrun.world.played import HOST, Allocation, of_task, without_foreign_interfaces
 
@@ -102,15 +103,14 @@ class Words:
         return int(text)
 
 
-def put_up(folder: Path, python: str) -> Path:
+def put_up(folder: Path) -> Path:
     """Write the commands; the folder that they are in is to be the first of PATH."""
     bin = folder / "bin"
     bin.mkdir(parents=True, exist_ok=True)
     for name in (*COMMANDS, *NOT_PLAYED):
         file = bin / name
-        file.write_text(
-            f'#!/bin/sh\nexec {shlex.join([python, "-m", "meshrun", "stand-in", str(folder), name])} "$@"\n'
-        )
+        command = python_for(["-m", "meshrun", "stand-in", str(folder), name])
+        file.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
         file.chmod(0o755)
     return bin
 

@@ -113,6 +113,8 @@ class Submission:
     """The words that the user typed."""
     python: str
     resources: Resources
+    python_flags: tuple[str, ...] = ("-P",)
+    """-P: modules are not looked for in the working directory, where other users may have put some."""
     rules: Rules = Rules()
     sweep: tuple[Element, ...] = ()
     """The runs of a sweep, in the order of the job array."""

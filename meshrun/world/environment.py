@@ -26,8 +26,13 @@ def python_for(words: Sequence[str]) -> list[str]:
     For `-m` Python would look for all modules in the working directory first, where another user may have put some:
     it does so only if this process does, too.
     """
+    return [sys.executable, *(flags_of_python() if words[0] == "-m" else ()), *words]
+
+
+def flags_of_python() -> tuple[str, ...]:
+    """With these, `python -m` looks for modules in the working directory only if this process does, too."""
     searched = "" in sys.path or _working_directory() in sys.path
-    return [sys.executable, *(() if searched or words[0] != "-m" else ("-P",)), *words]
+    return () if searched else ("-P",)
 
 
 def _working_directory() -> str | None:

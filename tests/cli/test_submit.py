@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from meshrun.cli.static import static_options
 from meshrun.cli.target import Target, find, recipes
 from meshrun.config import RunConfig
 from meshrun.errors import RunFailed
+from meshrun.world.environment import python_for
 from tests.cli.test_bad_input import check_refusal
 from tests.launch.command import Ended
 from tests.launch.test_probe import recorded_slurm
@@ -53,7 +55,7 @@ def test_dry_run_prints_the_script_and_makes_nothing(call: Call, tmp_path: Path)
     assert (shown.status, shown.err) == (0, "")
     assert shown.out.startswith("#!/bin/bash\n")
     assert "\n#   meshrun submit digits --nodes 2 --gpus-per-node 4 --width 64\n" in shown.out
-    assert f"RUN={tmp_path}/runs/digits-1\n" in shown.out and f"PYTHON={sys.executable}\n" in shown.out
+    assert f"RUN={tmp_path}/runs/digits-1\n" in shown.out and f"\nPYTHON=({shlex.join(python_for(['-m'])[:-1])})\n" in shown.out
     assert "#SBATCH --nodes=2\n" in shown.out and "#SBATCH --gres=gpu:4\n" in shown.out
     assert list(tmp_path.iterdir()) == []
 

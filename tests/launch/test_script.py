@@ -58,7 +58,7 @@ def made(name: str) -> str:
     plan = planned(list(WORDS[name]))
     assert plan is not None
     setup = SETUP if name == "setup" else ""
-    return script(replace(plan.submission, python="/project/venv/bin/python", setup=setup))
+    return script(replace(plan.submission, python="/project/venv/bin/python", python_flags=("-P",), setup=setup))
 
 
 @pytest.fixture(autouse=True)
@@ -188,13 +188,13 @@ def test_the_steps_exit_status_is_handed_on_and_that_of_next_is_the_jobs(
     stage: tuple[Path, dict[str, str]], status: int
 ):
     run, env = stage
-    assert played(run, env, STEP_STATUS=str(status)) == (5, "", ["started", f"-m meshrun next {run} --status {status}"])
+    assert played(run, env, STEP_STATUS=str(status)) == (5, "", ["started", f"-P -m meshrun next {run} --status {status}"])
 
 
 def test_a_node_that_does_not_see_the_run_ends_the_job_before_anything_starts(stage: tuple[Path, dict[str, str]]):
     run, env = stage
     status, said, log = played(run, env, UNSEEN="2")
-    assert (status, log) == (5, [f"-m meshrun next {run} --status 2"])
+    assert (status, log) == (5, [f"-P -m meshrun next {run} --status 2"])
     assert f"cannot see {run}; runs must be on a disk that all nodes share (--runs)" in said
 
 
@@ -215,7 +215,7 @@ def test_a_signal_to_the_shell_becomes_a_stop_file_and_the_step_is_awaited(
         assert job.wait(60) == 5
     finally:
         job.kill()
-    assert Path(env["LOG"]).read_text().splitlines()[-1] == f"-m meshrun next {run} --status 3"
+    assert Path(env["LOG"]).read_text().splitlines()[-1] == f"-P -m meshrun next {run} --status 3"
 
 
 def test_a_persons_stop_file_stays_one_when_slurm_tells_the_job_to_end_too(stage: tuple[Path, dict[str, str]]):

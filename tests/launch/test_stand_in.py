@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from meshrun.cli.job_plan import planned
 from meshrun.errors import UserError
 from meshrun.launch.rehearsal import Rehearsal, requests
 from meshrun.launch.slurm import Slurm, is_preempted
@@ -121,7 +122,7 @@ def test_modules_are_checked_for_their_form(folder: Path):
 
 
 def test_what_our_own_code_asks_of_slurm_is_answered(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("PATH", f"{put_up(folder, sys.executable)}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", f"{put_up(folder)}:{os.environ['PATH']}")
     slurm = Slurm.here()
     job = slurm.job("7")
     assert job is not None and (job.state, job.nodes, job.hosts) == ("RUNNING", 2, "rehearsed[1-2]")
@@ -132,6 +133,18 @@ def test_what_our_own_code_asks_of_slurm_is_answered(folder: Path, monkeypatch: 
     assert (folder / "requeued").exists()
     assert slurm.submit(Path("/runs/job.sh"), "--dependency=afterany:7") == "8"
     assert json.loads((folder / "submitted.json").read_text())["script"] == "/runs/job.sh"
+
+
+def test_modules_that_another_user_has_put_into_the_working_directory_are_not_imported(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "meshrun.py").write_text("print('planted')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])
+    played = subprocess.run([put_up(folder) / "squeue", "--format", "%D"], capture_output=True, text=True, check=False)
+    assert (played.stdout, played.stderr) == ("2\n", "")
+    plan = planned(["digits", "--nodes", "2", "--gpus-per-node", "4", "--time", "1h"])
+    assert plan is not None and plan.submission.python_flags == ("-P",)
 
 
 def test_requests_of_a_script_are_read_up_to_its_first_command():
@@ -152,7 +165,7 @@ def test_a_script_is_played_again_after_a_requeue_and_its_shell_is_told_in_time(
         'if [[ -z ${SLURM_RESTART_COUNT-} ]]; then scontrol requeue "$SLURM_JOB_ID"; fi\n'
     )
     said: list[str] = []
-    played = Rehearsal(tmp_path / "slurm", sys.executable).links(script, 0, said.append)
+    played = Rehearsal(tmp_path / "slurm").links(script, 0, said.append)
     first, second = next(played), next(played)
     assert (first.status, first.told, second.status, second.told) == (0, True, 0, False)
     assert first.log == "link 0 on 3 nodes of rehearsed[1-3]\ntold\n" and second.log.startswith("link 1 on 3 nodes")
@@ -165,5 +178,5 @@ def test_a_script_that_submits_itself_is_played_as_the_next_job(tmp_path: Path):
         f'#!/bin/bash\n#SBATCH --output="{tmp_path}/out-%j"\n'
         f'echo "job $SLURM_JOB_ID"\nsbatch --parsable --dependency=afterany:$SLURM_JOB_ID {script}\n'
     )
-    played = Rehearsal(tmp_path / "slurm", sys.executable).links(script, 0, lambda _: None)
+    played = Rehearsal(tmp_path / "slurm").links(script, 0, lambda _: None)
     assert [(link.job, link.log) for link in (next(played), next(played))] == [("1", "job 1\n2\n"), ("2", "job 2\n3\n")]

@@ -35,7 +35,8 @@ export FI_MR_CACHE_MONITOR="userfaultfd"
 export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 
 RUN=/scratch/project/runs/digits-1
-PYTHON=/project/venv/bin/python
+# -P: no modules are taken from the working directory, where others may have put some.
+PYTHON=(/project/venv/bin/python -P)
 
 STEP=(
     # All nodes get what this shell exports, also where sbatch was given --export=NONE.
@@ -65,7 +66,7 @@ srun --export=ALL ls "$RUN/config.json" >/dev/null || status=$?
 if ((status != 0)); then
     echo "meshrun: the nodes named above cannot see $RUN; runs must be on a disk that all nodes share (--runs)" >&2
 else
-    srun "${STEP[@]}" "$PYTHON" -m meshrun resume "$RUN" --from-start &
+    srun "${STEP[@]}" "${PYTHON[@]}" -m meshrun resume "$RUN" --from-start &
     step=$!
     # A signal ends `wait`, and not the step: wait again, unless it was the step that ended.
     told=yes
@@ -76,4 +77,4 @@ else
 fi
 
 # Complete, failed, or to be gone on with: this decides, says so, and its exit status is the job's.
-exec "$PYTHON" -m meshrun next "$RUN" --status "$status"
+exec "${PYTHON[@]}" -m meshrun next "$RUN" --status "$status"
