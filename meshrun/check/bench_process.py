@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from meshrun.errors import UserError
+from meshrun.world.environment import inherited, of_python, only, take_over
 
 PRELOADED = ["meshrun.check.bench_peers", "torch._dynamo"]
 """What every side needs: on a CPU imported once, in the process that all of them are forks of."""
@@ -52,8 +53,9 @@ class Process:
             context.set_forkserver_preload(PRELOADED)
         self._pipe, theirs = context.Pipe()
         # Not a daemon, which could have no readers; `_end_with_parent` sees to it that none is left behind.
-        self._process = context.Process(target=_serve, args=(theirs,), daemon=False)
-        self._process.start()
+        self._process = context.Process(target=_serve, args=(theirs, inherited()), daemon=False)
+        with only(of_python()):
+            self._process.start()
         theirs.close()
         self._due = 0
         """Answers that nobody has waited for yet."""
@@ -91,8 +93,9 @@ class Process:
         return result
 
 
-def _serve(pipe: Connection) -> None:
+def _serve(pipe: Connection, environment: dict[str, str]) -> None:
     """A process's life: call what it is asked to, until nobody is there to ask."""
+    take_over(environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # CTRL-C is for who asks
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # Readers are forked, as in a run: those of a server of forks would not end with this process.

@@ -15,6 +15,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 
+def _working_directory() -> str | None:
+    try:
+        return os.getcwd()  # noqa: PTH109 - as Python writes it into its path
+    except FileNotFoundError:
+        return None
+
+
+_IS_WORKING_DIRECTORY_SEARCHED = "" in sys.path or _working_directory() in sys.path
+"""From its start on: later the folder of the user's program is searched, which may be the working directory."""
+
+
 def inherited() -> dict[str, str]:
     """What a process started from here would get."""
     return dict(os.environ)
@@ -31,15 +42,12 @@ def python_for(words: Sequence[str]) -> list[str]:
 
 def flags_of_python() -> tuple[str, ...]:
     """With these, `python -m` looks for modules in the working directory only if this process does, too."""
-    searched = "" in sys.path or _working_directory() in sys.path
-    return () if searched else ("-P",)
+    return () if _IS_WORKING_DIRECTORY_SEARCHED else ("-P",)
 
 
-def _working_directory() -> str | None:
-    try:
-        return os.getcwd()  # noqa: PTH109 - as Python writes it into its path
-    except FileNotFoundError:
-        return None
+def of_python() -> dict[str, str]:
+    """What a process started from here would get, with the same meaning for a Python that is given no flags."""
+    return {**inherited(), **({} if _IS_WORKING_DIRECTORY_SEARCHED else {"PYTHONSAFEPATH": "1"})}
 
 
 def forget_terminals_beyond_reason() -> None:

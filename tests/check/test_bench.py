@@ -41,6 +41,7 @@ from meshrun.parallel.how import How
 from meshrun.recipes import llama
 from meshrun.train import reading
 from meshrun.train.loop import Trainer
+from meshrun.world import environment
 
 CPU = torch.device("cpu")
 
@@ -448,6 +449,17 @@ if __name__ == "__main__":
         print(process.ask(os.getpid), flush=True)
         process.ask(time.sleep, 300)
 """
+
+
+def test_modules_that_another_user_has_put_into_the_working_directory_are_not_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "selectors.py").write_text("import pathlib; pathlib.Path('imported').touch(); raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "_IS_WORKING_DIRECTORY_SEARCHED", False)
+    with bench_process.Process(torch.device("cuda")) as process:  # on a CPU a server of forks may be there already
+        assert process.ask(os.getenv, "PYTHONSAFEPATH") == os.getenv("PYTHONSAFEPATH"), "programs have it as it was"
+    assert not (tmp_path / "imported").exists()
 
 
 def test_a_side_ends_amid_its_turn_when_who_asks_is_killed(tmp_path: Path):

@@ -17,7 +17,7 @@ from meshrun.errors import UserError
 from meshrun.launch.rehearsal import Rehearsal, requests
 from meshrun.launch.slurm import Slurm, is_preempted
 from meshrun.launch.stand_in import PlayedJob, put_up, stand_in
-from meshrun.world import World, detect
+from meshrun.world import World, detect, environment
 from meshrun.world.played import Allocation, inherited_by_jobs, of_batch
 from meshrun.world.slurm import end_of_job, gpus_on_node, restart_count
 from tests.launch.command import is_alive, wait_until
@@ -140,7 +140,7 @@ def test_modules_that_another_user_has_put_into_the_working_directory_are_not_im
 ):
     (tmp_path / "meshrun.py").write_text("print('planted')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(tmp_path))])
+    monkeypatch.setattr(environment, "_IS_WORKING_DIRECTORY_SEARCHED", False)
     played = subprocess.run([put_up(folder) / "squeue", "--format", "%D"], capture_output=True, text=True, check=False)
     assert (played.stdout, played.stderr) == ("2\n", "")
     plan = planned(["digits", "--nodes", "2", "--gpus-per-node", "4", "--time", "1h"])
