@@ -52,7 +52,7 @@ class ClusterScene(Scene):
     def begin(self, target: Path | str) -> None:
         where = ("--name", NAME, "--runs", self.disk.folder, "--config", self._options)
         size = ("--nodes", NODES, "--gpus-per-node", PROCS, "--time", "2h", "--until-done")
-        words = python_for(["-m", "meshrun", "submit", str(target), *where, *size, "--json"])
+        words = python_for(["-m", "meshrun", "submit", *map(str, (target, *where, *size)), "--json"])
         self.cluster.run(CONTROL, words, cwd=self.folder, timeout=self.patience, check=True)
 
     def end(self) -> None:

@@ -25,6 +25,7 @@ from meshrun.launch import munge, secret
 from meshrun.launch.nodes import LINE, Hub, nodes_of
 from meshrun.launch.post import CONNECTED, Post, directory_named, lines, prove
 from meshrun.launch.wire import Wire
+from meshrun.store.server import LOOPBACK
 from meshrun.world import World
 from meshrun.world.rendezvous import FOLDER, lookup, publish, withdraw
 from meshrun.world.slurm import gpus_on_node
@@ -56,7 +57,8 @@ def ranks_to_start(world: World, config: RunConfig, env: Mapping[str, str]) -> i
 
 def open_hub(world: World, runs: Path, run: Path, address: str, port: int | None) -> Hub:
     """The place where other nodes join, written down where they look for it."""
-    hub = Hub(port, run) if port else _on_likely_port(world, run)
+    at = address if address == LOOPBACK else ""
+    hub = Hub(port, run, at) if port else _on_likely_port(world, run, at)
     publish(runs, world.job, world.attempt, address, hub.port)
     _sweep(runs)
     return hub
@@ -170,11 +172,11 @@ def likely_port(job: str) -> int:
     return PORTS[int.from_bytes(hashlib.sha256(job.encode(errors="surrogateescape")).digest()[:8]) % len(PORTS)]
 
 
-def _on_likely_port(world: World, run: Path) -> Hub:
+def _on_likely_port(world: World, run: Path, at: str) -> Hub:
     try:
-        return Hub(likely_port(world.job), run)
+        return Hub(likely_port(world.job), run, at)
     except UserError:
-        return Hub(0, run)
+        return Hub(0, run, at)
 
 
 def _sweep(runs: Path) -> None:

@@ -100,9 +100,10 @@ class _Peer:
 class Hub:
     """The first node's connections to the others."""
 
-    def __init__(self, port: int, run: Path) -> None:
+    def __init__(self, port: int, run: Path, at: str = "") -> None:
+        """`at`: the one address of this machine to listen at, where not all of them."""
         try:
-            self._server = socket.create_server(("", port))
+            self._server = socket.create_server((at, port))
         except OSError as error:
             raise port_refused(port, error) from None
         self._server.setblocking(False)

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from meshrun.errors import UserError
 from meshrun.world.hostlist import expand_hosts, expand_tasks
+from meshrun.world.played import CLUSTER
 
 Env = Mapping[str, str]
 T = TypeVar("T")
@@ -53,13 +54,16 @@ class World:
     """A key that all ranks of this job share, and no other job; empty if the launcher gives none."""
     hosts: tuple[str, ...] = ()
     """The names of the nodes in order, when the launcher says them (Slurm)."""
+    is_played: bool = False
+    """Whether all nodes are this machine, on which a job is rehearsed."""
 
 
 def detect(env: Env, host: str | None = None) -> World:
     """This process's world; a process that no launcher started is alone in its own."""
     host = host or socket.gethostname()
     answers = (read(env, host) for _, read in LAUNCHERS)
-    return next(world for world in answers if world is not None)
+    world = next(world for world in answers if world is not None)
+    return replace(world, is_played=True) if env.get("SLURM_CLUSTER_NAME") == CLUSTER else world
 
 
 def _torchrun(env: Env, host: str) -> World | None:

@@ -15,6 +15,7 @@ import socket
 from dataclasses import dataclass
 
 HOST = "rehearsed"
+CLUSTER = "meshrun-rehearsal"
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ def of_batch(job: Allocation) -> dict[str, str]:
         "SLURMD_NODENAME": f"{HOST}1",
         "SLURM_SUBMIT_DIR": job.folder,
         "SLURM_SUBMIT_HOST": socket.gethostname(),
-        "SLURM_CLUSTER_NAME": "rehearsal",
+        "SLURM_CLUSTER_NAME": CLUSTER,
     }
     if job.cpus_per_task:
         found["SLURM_CPUS_PER_TASK"] = str(job.cpus_per_task)

@@ -55,7 +55,10 @@ def test_dry_run_prints_the_script_and_makes_nothing(call: Call, tmp_path: Path)
     assert (shown.status, shown.err) == (0, "")
     assert shown.out.startswith("#!/bin/bash\n")
     assert "\n#   meshrun submit digits --nodes 2 --gpus-per-node 4 --width 64\n" in shown.out
-    assert f"RUN={tmp_path}/runs/digits-1\n" in shown.out and f"\nPYTHON=({shlex.join(python_for(['-m'])[:-1])})\n" in shown.out
+    assert (
+        f"RUN={tmp_path}/runs/digits-1\n" in shown.out
+        and f"\nPYTHON=({shlex.join(python_for(['-m'])[:-1])})\n" in shown.out
+    )
     assert "#SBATCH --nodes=2\n" in shown.out and "#SBATCH --gres=gpu:4\n" in shown.out
     assert list(tmp_path.iterdir()) == []
 

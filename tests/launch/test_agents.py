@@ -92,6 +92,15 @@ def said_by(task: subprocess.Popen[str]) -> list[str]:
     return [line.removeprefix("meshrun: ") for line in err.splitlines() if line.startswith("meshrun: ")]
 
 
+def test_nodes_that_are_all_one_machine_are_joined_on_loopback_alone(tmp_path: Path):
+    world = detect(of_task(0), "here")
+    for address, at in (("127.0.0.1", "127.0.0.1"), ("10.1.0.1", "0.0.0.0")):
+        for port in (None, free_port()):
+            hub = agents.open_hub(world, tmp_path, tmp_path, address, port)
+            assert hub._server.getsockname()[0] == at
+            hub.finish(Outcome())
+
+
 @pytest.mark.parametrize(
     ("changes", "options", "env", "expected"),
     [

@@ -188,7 +188,11 @@ def test_the_steps_exit_status_is_handed_on_and_that_of_next_is_the_jobs(
     stage: tuple[Path, dict[str, str]], status: int
 ):
     run, env = stage
-    assert played(run, env, STEP_STATUS=str(status)) == (5, "", ["started", f"-P -m meshrun next {run} --status {status}"])
+    assert played(run, env, STEP_STATUS=str(status)) == (
+        5,
+        "",
+        ["started", f"-P -m meshrun next {run} --status {status}"],
+    )
 
 
 def test_a_node_that_does_not_see_the_run_ends_the_job_before_anything_starts(stage: tuple[Path, dict[str, str]]):

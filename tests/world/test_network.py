@@ -17,7 +17,9 @@ import pytest
 
 from meshrun.errors import RunFailed, UserError
 from meshrun.world import detect, network
+from meshrun.world.environment import of_rank
 from meshrun.world.network import Interface, address_of, for_nccl, interface_of, interfaces
+from meshrun.world.played import Allocation, of_batch, of_task
 from meshrun.world.profile_file import from_document
 
 TWO_NODES = replace(detect({}), size=2, nodes=2)
@@ -57,6 +59,16 @@ def test_a_host_name_on_loopback_is_passed_over_for_an_interface(host: str, monk
 def test_without_name_and_route_the_first_interface_that_leads_out_is_taken(machine):
     machine(Interface("eth9", "169.254.1.1"), Interface("docker0", "172.17.0.1", 10000), Interface("eth0", "10.1.2.4"))
     assert address_of(TWO_NODES) == "10.1.2.4"
+
+
+def test_nodes_that_are_played_on_one_machine_meet_on_loopback(machine):
+    machine(Interface("eth0", "10.1.0.1", 1000), routed="10.1.0.1", names={"here": "10.1.0.1"})
+    job = Allocation("1", "digits-1", nodes=2)
+    task = {**of_batch(job), **of_task(job, step=0, node=1, local=0, tasks_per_node=1, nodes=2)}
+    rank = of_rank(1, 2, (0, 1), (1, 2), ("127.0.0.1", 29500), 0, "run")
+    for env in (task, {**task, **rank}):
+        assert address_of(detect(env, "here")) == "127.0.0.1"
+        assert address_of(detect({**env, "SLURM_CLUSTER_NAME": "large"}, "here")) == "10.1.0.1"
 
 
 def test_a_machine_with_loopback_only_cannot_meet_other_nodes(machine):
