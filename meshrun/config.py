@@ -72,11 +72,33 @@ def free_bytes(folder: Path) -> int:
     return about.f_bavail * about.f_frsize
 
 
+def all_can_exchange(folder: Path) -> Path | None:
+    """A folder above this one in which other users can rename what lies there, and put other things in its place.
+
+    Every user may write to it, and no sticky bit keeps them from that; or it has one, but belongs to another user.
+    """
+    for above in folder.absolute().parents:
+        with contextlib.suppress(OSError):
+            found = above.stat()
+            is_kept = found.st_mode & stat.S_ISVTX and found.st_uid in (0, os.getuid())
+            if found.st_mode & stat.S_IWOTH and not is_kept:
+                return above
+    return None
+
+
+def temporary_folder() -> Path:
+    """The usual folder for temporary files; /tmp or /var/tmp where other users can exchange what lies in that one."""
+    usual = Path(tempfile.gettempdir())
+    places = (usual, Path("/tmp"), Path("/var/tmp"))
+    safe = (each for each in places if os.access(each, os.W_OK | os.X_OK) and all_can_exchange(each / "file") is None)
+    return next(safe, usual)
+
+
 def _memory() -> Path:
     """/dev/shm, unless it is full: then temporary files, which take what is small as well."""
     shared = Path("/dev/shm")
     usable = os.access(shared, os.W_OK) and free_bytes(shared) >= 2 * RESERVE
-    return shared if usable else Path(tempfile.gettempdir())
+    return shared if usable else temporary_folder()
 
 
 MEMORY = _memory()
@@ -569,20 +591,6 @@ def is_private(folder: Path) -> bool:
     except OSError:
         return False
     return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & 0o022
-
-
-def all_can_exchange(folder: Path) -> Path | None:
-    """A folder above this one in which other users can rename what lies there, and put other things in its place.
-
-    Every user may write to it, and no sticky bit keeps them from that; or it has one, but belongs to another user.
-    """
-    for above in folder.absolute().parents:
-        with contextlib.suppress(OSError):
-            found = above.stat()
-            is_kept = found.st_mode & stat.S_ISVTX and found.st_uid in (0, os.getuid())
-            if found.st_mode & stat.S_IWOTH and not is_kept:
-                return above
-    return None
 
 
 def refuse_exchangeable(runs: Path) -> None:

@@ -37,7 +37,7 @@ from meshrun.errors import CutOff, RunFailed, SharedError, StoppedByHand, UserEr
 from meshrun.launch.job import WORTH_A_RESTART
 from meshrun.world import World, detect
 from meshrun.world.bytecode import keep_bytecode
-from meshrun.world.environment import forget_terminals_beyond_reason
+from meshrun.world.environment import forget_terminals_beyond_reason, keep_temporary_files_safe
 
 GIVEN_WRONG = frozenset(
     (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT)
@@ -141,6 +141,7 @@ def main(argv: list[str] | None = None) -> NoReturn:
     if argv is None:
         open_streams()
         forget_terminals_beyond_reason()
+        keep_temporary_files_safe()
     words = ["--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)]
     as_json, debug = "--json" in words, "--debug" in words
     keep_bytecode()

@@ -11,8 +11,12 @@ import contextlib
 import importlib
 import os
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
+
+from meshrun.config import temporary_folder
 
 
 def _working_directory() -> str | None:
@@ -48,6 +52,12 @@ def flags_of_python() -> tuple[str, ...]:
 def of_python() -> dict[str, str]:
     """What a process started from here would get, with the same meaning for a Python that is given no flags."""
     return {**inherited(), **({} if _IS_WORKING_DIRECTORY_SEARCHED else {"PYTHONSAFEPATH": "1"})}
+
+
+def keep_temporary_files_safe() -> None:
+    """Make temporary files, here and in all processes started from here, where no other user can exchange them."""
+    if (folder := temporary_folder()) != Path(tempfile.gettempdir()):
+        tempfile.tempdir = os.environ["TMPDIR"] = str(folder)
 
 
 def forget_terminals_beyond_reason() -> None:

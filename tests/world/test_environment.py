@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from meshrun.world import detect
-from meshrun.world.environment import choose_interfaces, inherited, of_nursery, of_rank, only, take_over
+from meshrun.world.environment import (
+    choose_interfaces,
+    inherited,
+    keep_temporary_files_safe,
+    of_nursery,
+    of_rank,
+    only,
+    take_over,
+)
 
 
 @pytest.fixture
@@ -49,6 +59,19 @@ def test_an_interface_that_the_user_has_chosen_stays(monkeypatch: pytest.MonkeyP
     assert interface(1) == "ib0"
     choose_interfaces("eth0", "eth1")
     assert (os.environ["GLOO_SOCKET_IFNAME"], os.environ.pop("NCCL_SOCKET_IFNAME")) == ("ib0", "eth1")
+
+
+@pytest.mark.usefixtures("restored")
+@pytest.mark.parametrize("mode", [0o777, 0o1777, 0o700])
+def test_temporary_files_are_where_no_other_user_can_exchange_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: int
+):
+    tmp_path.chmod(mode)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    keep_temporary_files_safe()
+    used = Path("/tmp") if mode == 0o777 else tmp_path
+    assert (Path(tempfile.gettempdir()), os.environ["TMPDIR"]) == (used, str(used))
 
 
 @pytest.mark.usefixtures("restored")
