@@ -165,7 +165,7 @@ def parse_resume(words: list[str]) -> Asked | None:
         invoke(_app(what, of_any, False, dict), ["--help"], "meshrun resume RUN")
         return None
     path = Path(text)
-    _refuse_foreign(path)
+    refuse_foreign(path)
     document = RunDirectory(path).document() if path.is_dir() else {}
     run, before = run_at(path)
     target = find(before.target)
@@ -175,14 +175,14 @@ def parse_resume(words: list[str]) -> Asked | None:
     return asked and replace(asked, run=run, document=document)
 
 
-def _refuse_foreign(path: Path) -> None:
+def refuse_foreign(path: Path) -> None:
     """Refuse a run directory of another user, unless that one shares it with a group of this user's.
 
     Its config.json decides which program is executed, and links in it which files are written.
     """
+    refuse_changeable(path)
     try:
         found = path.stat()
-        refuse_exchangeable(path.absolute().parent)
     except OSError:  # told by whoever reads it
         return
     is_shared = found.st_mode & stat.S_IWGRP and found.st_gid in (os.getgid(), *os.getgroups())
@@ -191,6 +191,15 @@ def _refuse_foreign(path: Path) -> None:
             f"{path} belongs to another user, whose number is {found.st_uid}, and decides which program is executed; "
             f"look at its config.json, and go on with a copy of your own (cp -r {shlex.quote(str(path))} …)"
         )
+
+
+def refuse_changeable(path: Path) -> None:
+    """Refuse a run directory that every user may write to, or may put one of his own in the place of."""
+    try:
+        found = path.stat()
+        refuse_exchangeable(path.absolute().parent)
+    except OSError:  # told by whoever reads it
+        return
     if found.st_mode & stat.S_IWOTH:
         raise UserError(
             f"every user of the machine may write to {path}, which decides which program is executed: "

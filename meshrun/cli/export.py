@@ -120,6 +120,7 @@ def _described(folder: Path, run_program: bool) -> tuple[ModelRecord | None, str
 
     A run directory may come from anybody: the program that its config.json names is run only if the user says so.
     """
+    from meshrun.cli.command import refuse_changeable
     from meshrun.cli.model_record import ModelRecord, record_of
     from meshrun.cli.target import find, make
     from meshrun.config import RunDirectory
@@ -127,6 +128,8 @@ def _described(folder: Path, run_program: bool) -> tuple[ModelRecord | None, str
     run = _run_of(folder)
     if run is None:
         return None, f"{folder} is in no run directory"
+    if run_program:
+        refuse_changeable(run)
     record = ModelRecord.read(run)
     if record is not None and not run_program:
         return record, ""

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from meshrun.cli.command import Asked
+from meshrun.cli.command import Asked, refuse_foreign
 from meshrun.cli.nursery import nursery_for
 from meshrun.config import RunDirectory
 from meshrun.errors import SharedError, UserError, printable
@@ -32,6 +32,7 @@ BEGUN = 20.0
 def nursery_of_run(words: list[str]) -> contextlib.AbstractContextManager[Nursery | None]:
     """The process that ranks will be forked from, if the first word is a run; what is wrong with it is said later."""
     try:
+        refuse_foreign(Path(words[0]))
         before = RunDirectory(Path(words[0])).config()
     except (IndexError, UserError):
         return contextlib.nullcontext()

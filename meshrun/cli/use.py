@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from meshrun import strict_json
-from meshrun.cli.command import GENERAL, options_in, run_at
+from meshrun.cli.command import GENERAL, options_in, refuse_changeable, run_at
 from meshrun.cli.options import REQUIRED, Option, options_of, to_document
 from meshrun.cli.target import Target, find, make
 from meshrun.config import RunConfig, RunDirectory
@@ -51,6 +51,7 @@ def use_command(words: list[str]) -> int:
         raise UserError(f"{words[0]} is a run of the plain script {target.label}, whose model meshrun does not know")
     if len(words) == 1 or words[1].startswith("-"):
         return _list(run, target, words[1:])
+    refuse_changeable(run.path)
     with contextlib.redirect_stdout(sys.stderr) if "--json" in words else contextlib.nullcontext():
         found = _used(run, config, target, words[1], words[2:])
     if found is None:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshrun.cli.export import _described
 from meshrun.cli.main import main
 from meshrun.cli.target import find, make
-from meshrun.cli.use import _device
+from meshrun.cli.use import _device, use_command
 from meshrun.config import RunConfig, RunDirectory
+from meshrun.errors import UserError
 from meshrun.state.weights import save_weights
 
 PROGRAM = Path(__file__).parent / "programs" / "with_after.py"
@@ -110,6 +112,23 @@ def test_a_run_without_weights_or_of_a_plain_script_is_a_sentence(
 )
 def test_the_model_is_on_the_device_that_was_asked_for(asked: str, has_gpu: bool, device: str):
     assert _device(asked, has_gpu) == device
+
+
+@pytest.mark.parametrize("open_to_all", ["the run", "its folder"])
+def test_a_run_that_every_user_may_exchange_is_not_executed(
+    tmp_path: Path, open_to_all: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "evil.py").write_text(
+        "import pathlib\npathlib.Path('executed').touch()\ndef experiment(): ...\ndef talk(model): ...\n"
+    )
+    run = RunDirectory.create(RunConfig(str(tmp_path / "evil.py"), runs=tmp_path / "runs")).path
+    (run if open_to_all == "the run" else run.parent).chmod(0o777)
+    for ask in (lambda: use_command([str(run), "talk"]), lambda: _described(run / "checkpoints" / "a", True)):
+        with pytest.raises(UserError, match=r"which decides? which program is executed"):
+            ask()
+    assert use_command([str(run)]) == 0, "to list functions executes nothing"
+    assert not Path("executed").exists()
 
 
 def test_the_list_of_functions_cannot_do_anything_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
