@@ -13,6 +13,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import shutil
 import stat
 import time
@@ -231,7 +232,7 @@ def _chunks(answer: Any) -> Iterator[bytes]:
 
 def _received(answer: Any, url: str, part: Path, note: Path, told: Told) -> Sum:
     """Write what comes behind what is there; only a file of the length that was announced is whole."""
-    hashed, size = hashlib.sha256(), 0
+    hashed, size, total = hashlib.sha256(), 0, None
     if answer.status == 206 and part.exists():
         told.begin(f"{part.name[1:-5]}: what is here", 0, part.stat().st_size)
         with part.open("rb") as file:
@@ -239,9 +240,18 @@ def _received(answer: Any, url: str, part: Path, note: Path, told: Told) -> Sum:
                 hashed.update(chunk)
                 size += len(chunk)
                 told.advance(len(chunk))
-        if not str(answer.headers["Content-Range"]).startswith(f"bytes {size}-"):
+        goes_on = re.match(
+            rf"bytes {size}-[0-9]+/(?:([0-9]{{1,18}})(?![0-9])|\*)", str(answer.headers["Content-Range"])
+        )
+        if goes_on is None or (goes_on[1] and int(goes_on[1]) <= size):
             _forget(part, note)
             raise _CutOff("the server went on from elsewhere")
+        total = int(goes_on[1]) if goes_on[1] else None
+    elif answer.status != 200:
+        raise RunFailed(
+            f"{shown(url)} cannot be fetched: the server answers {answer.status}, which is no whole file; give another "
+            f"address in stage_data"
+        )
     else:
         same = answer.headers["ETag"] or answer.headers["Last-Modified"]
         _forget(part, note)
@@ -255,7 +265,8 @@ def _received(answer: Any, url: str, part: Path, note: Path, told: Told) -> Sum:
             f"{shown(url)} cannot be fetched: the server announces a Content-Length of {announced[:80]!r}, "
             f"which is no number of bytes; give another address in stage_data"
         )
-    total = None if length is None else size + length
+    if total is None and length is not None:
+        total = size + length
     if total is not None and total - size > shutil.disk_usage(part.parent).free:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     told.begin(part.name[1:-5], size, total)

@@ -30,6 +30,8 @@ class Server:
         """Whether files have an ETag, without which a beginning cannot be gone on with."""
         self.goes_on_from: int | None = None
         """Where the next answer to a Range begins, whatever was asked for."""
+        self.range_of: int | None = None
+        """The most bytes of an answer to a Range."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -64,7 +66,9 @@ class Server:
                 request.send_error(416)
                 return
             request.send_response(206)
-            request.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+            total = len(data)
+            data = data[: None if self.range_of is None else start + self.range_of]
+            request.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{total}")
         else:
             request.send_response(200)
         if self.named:

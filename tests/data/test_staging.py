@@ -184,6 +184,20 @@ def test_a_server_that_goes_on_from_elsewhere_is_asked_for_all_of_it(tmp_path: P
     assert any("the server went on from elsewhere" in line for line in heard.lines)
 
 
+def test_a_server_that_sends_a_file_in_parts_is_asked_until_it_is_whole(tmp_path: Path, server: Server):
+    server.cut_after, server.range_of = 5000, 6000
+    assert Stage(tmp_path).download(f"{server.url}/a.bin").read_bytes() == FILE
+    assert [each for _, each in server.asked] == [None, "bytes=5000-", "bytes=11000-"]
+
+
+@pytest.mark.parametrize("status", [204, 206])
+def test_a_part_that_was_not_asked_for_is_no_file(tmp_path: Path, server: Server, status: int):
+    server.statuses = [status]
+    with pytest.raises(RunFailed, match=f"the server answers {status}, which is no whole file"):
+        Stage(tmp_path).download(f"{server.url}/a.bin")
+    assert not (tmp_path / "a.bin").exists()
+
+
 def test_a_later_staging_goes_on_with_what_an_earlier_one_had(tmp_path: Path, server: Server):
     server.cut_after, server.statuses = 5000, []
     part = tmp_path / ".a.bin.part"
