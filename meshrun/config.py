@@ -159,7 +159,11 @@ class RunConfig:
     keep: int = option(2, "Newest checkpoints to keep, beside the best one.")
     mtbf: float = option(50_000.0, "Hours between two failures of one rank, from which auto finds its interval.")
     spare: bool = option(True, "Keep a copy of the state in the nodes' memory, so that a lost rank costs no step.")
-    restarts: int = option(3, "Times in a row, without a finished step between, that lost ranks are replaced.")
+    restarts: int | None = option(
+        None,
+        "Times in a row, without a finished step between, that lost ranks are replaced; 3 when absent, and 0 for a "
+        "plain script, which begins anew.",
+    )
     on_hang: Literal["restart", "end", "report"] = option("restart", "What to do with a run that hangs.")
     hang_after: float | None = option(
         None, "Seconds without progress that are a hang (default: by the pace of the steps)."

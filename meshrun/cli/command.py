@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import shlex
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,6 +45,7 @@ FOR_SCRIPTS = (
     *("nodes", "join", "site", "hang_after", "on_hang"),
 )
 """Options of a run that make sense for a plain script; all other words are the script's."""
+BEHIND = "; an option of the script's own that has the name of one of meshrun's stands behind --"
 OF_VERIFY = [
     Option(
         "layouts",
@@ -288,7 +290,10 @@ def _asked(
 ) -> Asked:
     general = {option.name: given.pop(option.name) for option in GENERAL}
     options = {option.name: option for option in (*own, *others)}
-    from_file = _from_file(general["config"], options) if general["config"] is not None else {}
+    try:
+        from_file = _from_file(general["config"], options) if general["config"] is not None else {}
+    except UserError as error:
+        raise UserError(f"{error}{BEHIND * (target.entry is None)}") from None
     usual = {option.name: option.default for option in others if option.default is not None}
     chosen = {**from_file, **{name: value for name, value in given.items() if value is not None}}
     values = {**usual, **(_as_before(before, own, others, chosen) if before else {}), **chosen}
@@ -323,6 +328,19 @@ def _from_file(path: Path, options: dict[str, Option]) -> dict[str, Any]:
         if name not in options:
             raise UserError(f"{path} sets {name!r}, which is no option of this target (--config)")
     return {name: options[name].from_document(value) for name, value in values.items() if value is not None}
+
+
+def own_words(words: Sequence[str]) -> list[str]:
+    """The words that are meshrun's: those behind `--` are a plain script's, whatever they say."""
+    return list(words[: words.index("--")] if "--" in words else words)
+
+
+def shared_with(script: Path, words: Sequence[str]) -> list[str]:
+    """The options among these words that are meshrun's, and that the text of a plain script names as well."""
+    text = script.read_text(errors="replace")
+    own = {word.partition("=")[0] for word in own_words(words)}
+    flags = [each.flag for each in (*run_options(), *GENERAL) if each in GENERAL or each.name in FOR_SCRIPTS]
+    return [flag for flag in flags if flag in own and re.search(rf"""["']{flag}["']""", text)]
 
 
 def _target_in(command: Command, words: list[str]) -> str | None:

@@ -56,6 +56,13 @@ ANSWER_WITHIN = 2.0
 ASK_EVERY = 5.0
 """Seconds between two questions to Slurm of a node that does not reach the first one; of many nodes few ask often."""
 
+RESTARTS = 3
+"""How often in a row lost ranks of a training are replaced."""
+NOT_AGAIN = (
+    "; a plain script has no checkpoint of meshrun's, so that it is started again, from its beginning, only where "
+    "--restarts N asks for it"
+)
+
 OpenHub = Callable[[RunDirectory, Tell], Hub | None]
 """Makes the place where other nodes join a run, where there are any."""
 
@@ -85,7 +92,7 @@ def lead(asked: Asked, nursery: Nursery | None, wanted: Wanted, open_hub: OpenHu
                 tell("note", text=f"{asked.target.label}: a plain script on {ranks}  ->  {run.path}/logs")
             failures = launch(job, watch, tell, nursery, hub, wanted, lookout_of(run, config, inherited()))
             if failures:
-                raise _failure_of(run, memory, failures, began[0])
+                raise _failure_of(run, memory, failures, began[0], asked)
     except Interrupted as stopped:
         return _stopped_in_time(run, stopped, ends)
     if asked.target.entry is None:
@@ -98,14 +105,19 @@ def _renewed(asked: Asked, run: RunDirectory) -> contextlib.AbstractContextManag
     return run.renewed(asked.config, asked.document) if asked.run is not None else contextlib.nullcontext()
 
 
-def _failure_of(run: RunDirectory, memory: Path, failures: list[Failure], since: float) -> UserError | RunFailed:
+def _failure_of(
+    run: RunDirectory, memory: Path, failures: list[Failure], since: float, asked: Asked
+) -> UserError | RunFailed:
     """Why the run has failed: what the first of its ranks said that failed."""
     with contextlib.suppress(Exception):  # a picture of what was reached, where there is enough for one
         # Of a run with a result it is there, and a start that was refused adds nothing to it.
         if run.result() is None or any(leg.began >= since for leg in legs_of(run.events_of(0))):
             write_report(run.path)
     ended = {each.rank: each.how for each in failures}
-    failed = first_failure(run, ended, socket.gethostname(), since=since, memory=memory)
+    of_script = {"stepless": ""} if asked.target.entry is None else {}
+    failed = first_failure(run, ended, socket.gethostname(), since=since, memory=memory, **of_script)
+    if of_script and asked.config.restarts is None and all(each.is_lost for each in failures):
+        failed = replace(failed, sentence=failed.sentence + NOT_AGAIN)
     if failed.by_user:
         return UserError(failed.text)
     return (CutOff if all(each.is_lost for each in failures) else RunFailed)(failed.text)
@@ -277,7 +289,10 @@ def wanted_of(config: RunConfig, world: World | None = None) -> Wanted:
 
 def _job(config: RunConfig, run: RunDirectory, memory: Path, procs: int) -> Job:
     words = ["-m", "meshrun", "rank", str(run.path), PARENT, str(memory)]
-    return Job(words, procs, config.port or 0, config.target, memory, config.restarts, config.timeout)
+    restarts = config.restarts
+    if restarts is None:
+        restarts = 0 if find(config.target).entry is None else RESTARTS
+    return Job(words, procs, config.port or 0, config.target, memory, restarts, config.timeout)
 
 
 @contextlib.contextmanager

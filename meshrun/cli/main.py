@@ -23,7 +23,16 @@ import typer
 
 from meshrun import __version__, strict_json
 from meshrun.cli import collecting
-from meshrun.cli.command import Asked, invoke, parse_chaos, parse_resume, parse_run, parse_stage, parse_verify
+from meshrun.cli.command import (
+    Asked,
+    invoke,
+    own_words,
+    parse_chaos,
+    parse_resume,
+    parse_run,
+    parse_stage,
+    parse_verify,
+)
 from meshrun.cli.convert_data import convert_data_command
 from meshrun.cli.doctor import doctor_command
 from meshrun.cli.export import export_command
@@ -142,8 +151,10 @@ def main(argv: list[str] | None = None) -> NoReturn:
         open_streams()
         forget_terminals_beyond_reason()
         keep_temporary_files_safe()
-    words = ["--help" if word == "-h" else word for word in (sys.argv[1:] if argv is None else argv)]
-    as_json, debug = "--json" in words, "--debug" in words
+    words = list(sys.argv[1:] if argv is None else argv)
+    own = ["--help" if word == "-h" else word for word in own_words(words)]
+    words[: len(own)] = own
+    as_json, debug = "--json" in own, "--debug" in own
     keep_bytecode()
     try:
         with put_back():
@@ -271,7 +282,8 @@ def _are_numbers(*words: str) -> bool:
 
 def _parsed(parse: Callable[[list[str]], Asked | None], words: list[str]) -> Asked | None:
     """What the words ask for. Reading the options imports the user's file, which may print."""
-    keeps_stdout = "--json" in words and "--help" not in words
+    own = own_words(words)
+    keeps_stdout = "--json" in own and "--help" not in own
     quiet = contextlib.redirect_stdout(sys.stderr) if keeps_stdout else contextlib.nullcontext()
     with quiet, collecting.importing():
         return parse(words)
@@ -311,7 +323,7 @@ def _submit(words: list[str]) -> int:
 
 
 def _run(words: list[str]) -> int:
-    if "--help" in words:  # without what starts ranks
+    if "--help" in own_words(words):  # without what starts ranks
         parse_run(words)
         return 0
     from meshrun.cli.nursery import nursery_for

@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshrun.cli.collecting import importing
+from meshrun.cli.command import own_words
 from meshrun.cli.target import find
 from meshrun.config import RunConfig, whole_number
 from meshrun.errors import UserError
@@ -48,9 +49,10 @@ def nursery_for(
 
     It is a guess from the words, and from what a run was `before`: one that is not needed does no harm.
     """
-    if target is None or target.startswith("-") or "--help" in words:
+    if target is None or target.startswith("-") or "--help" in own_words(words):
         return contextlib.nullcontext()
     world = detect(os.environ)
+    words = own_words(words)
     given = re.search(r"(?:^|\0)--procs[=\0](\d+)", "\0".join(words))
     procs = whole_number(given[1]) if given else before.procs if before else None
     named = any(word.startswith(("--nodes", "--join")) for word in words)

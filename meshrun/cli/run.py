@@ -22,7 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from meshrun.cli.collecting import importing
-from meshrun.cli.command import Asked
+from meshrun.cli.command import Asked, shared_with
 from meshrun.cli.launcher import OpenHub, as_agent, join, lead, wanted_of
 from meshrun.cli.target import make
 from meshrun.config import RunConfig, RunDirectory
@@ -47,6 +47,8 @@ from meshrun.world.gpu import open_early
 def run_command(asked: Asked, nursery: Nursery | None = None) -> dict[str, Any] | None:
     """Returns the result on the one process that should print it."""
     world, config = detect(os.environ), asked.config
+    if asked.target.entry is None and world.rank == 0:
+        _tell_of_shared_options(asked)
     procs = config.procs
     if world.source != "none":
         procs = ranks_to_start(world, config, inherited()) or (procs if world.size == 1 else None)
@@ -62,6 +64,17 @@ def run_command(asked: Asked, nursery: Nursery | None = None) -> dict[str, Any] 
     _check_before_start(asked, wanted)
     several = wanted.most > 1
     return lead(asked, nursery, wanted, _hub_of(config)) if several or asked.config.procs != 1 else _alone(asked)
+
+
+def _tell_of_shared_options(asked: Asked) -> None:
+    """An option of a script that meshrun has taken for its own is one that the script silently does not get."""
+    for flag in shared_with(asked.target.path, asked.config.command):
+        print(
+            f"meshrun: {flag} was taken as an option of meshrun run, and {asked.target.label} has one of that name "
+            f"too; the script gets what stands behind --: meshrun run {asked.target.label} -- {flag} …",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _as_rank(asked: Asked, world: World) -> dict[str, Any] | None:

@@ -53,11 +53,16 @@ def notes_in(memory: Path, rank: int) -> Path:
 
 
 def first_failure(
-    run: RunDirectory, ended: Mapping[int, str], host: str, since: float = 0.0, memory: Path | None = None
+    run: RunDirectory,
+    ended: Mapping[int, str],
+    host: str,
+    since: float = 0.0,
+    memory: Path | None = None,
+    stepless: str = " before its first step",
 ) -> FirstFailure:
     """`ended` says how each failed rank's process ended; what ranks wrote before `since` is of an earlier start.
 
-    `memory` is the run's folder in this node's memory.
+    `memory` is the run's folder in this node's memory. `stepless` is said of a killed rank that has finished no step.
     """
     said = {rank: _failure_of(run, rank, since, memory) for rank in ended}
     spoke = [(bool(event.get("secondary")), event["time"], rank) for rank, event in said.items() if event is not None]
@@ -68,10 +73,10 @@ def first_failure(
     # Ranks that the agent ended say SIGTERM; who went another way went first.
     killed = sorted(silent, key=lambda rank: "SIGTERM" in ended[rank])
     if killed and "SIGTERM" not in ended[killed[0]]:
-        return _killed(run, killed[0], ended[killed[0]], host)
+        return _killed(run, killed[0], ended[killed[0]], host, stepless)
     if spoke:
         return _spoken(run, said[min(spoke)[2]] or {})
-    return _killed(run, killed[0], ended[killed[0]], host)
+    return _killed(run, killed[0], ended[killed[0]], host, stepless)
 
 
 def _failure_of(run: RunDirectory, rank: int, since: float, memory: Path | None) -> Event | None:
@@ -104,14 +109,14 @@ def directory_gone(run: RunDirectory, when: str = "") -> str:
     return f"{run.path} was deleted, moved or unmounted while the run trained{when}, so that nothing of it can be kept"
 
 
-def _killed(run: RunDirectory, rank: int, how: str, host: str) -> FirstFailure:
+def _killed(run: RunDirectory, rank: int, how: str, host: str, stepless: str) -> FirstFailure:
     if not (run.path / "config.json").exists():
         return FirstFailure(directory_gone(run), [], run.log_of(rank), False)
     steps = [event.get("step") for event in _readable(run.events_of(rank)) if event["kind"] == "step"]
-    where = f"after step {steps[-1]}" if steps else "before its first step"
+    where = f" after step {steps[-1]}" if steps else stepless
     lines = tail(run.log_of(rank))
     apart = OTHER_COLLECTIVE if any("collective mismatch" in line for line in lines) else ""
-    return FirstFailure(f"rank {rank} on {host} {how} {where}{apart}", lines, run.log_of(rank), False)
+    return FirstFailure(f"rank {rank} on {host} {how}{where}{apart}", lines, run.log_of(rank), False)
 
 
 OTHER_COLLECTIVE = (

@@ -187,8 +187,13 @@ class Follow(Aside):
 
     def _say(self, line: str) -> None:
         """What the user's program prints; why it ended is said elsewhere, and its traceback stays in the log."""
-        if line in MARKS:
-            self._hides = line == MARKS[0]
+        if line.endswith(MARKS[0]):
+            self._hides = True
+            line = line.removesuffix(MARKS[0])  # the program has left its last line open
+            if line:
+                self._story.say(line if self._is_own else printable(line))
+        elif line == MARKS[1]:
+            self._hides = False
         elif not self._hides and not any(noise in line for noise in NOISE):
             self._story.say(line if self._is_own else printable(line))
 

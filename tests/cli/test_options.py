@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import typer
 
 from meshrun import __version__
-from meshrun.cli.command import Asked, _as_before, invoke, parse_run
+from meshrun.cli.command import Asked, _as_before, invoke, parse_run, shared_with
 from meshrun.cli.main import main
 from meshrun.cli.options import REQUIRED, Option, options_of, run_options
 from meshrun.cli.target import make
@@ -316,6 +317,31 @@ def test_words_of_a_plain_script_are_its_own(tmp_path: Path):
     assert found is not None
     assert found.config.procs == 2
     assert found.config.arguments == ("--epochs", "3", "-v", "--procs", "4")
+
+
+def test_words_behind_two_dashes_reach_a_script_also_where_they_ask_for_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    written(tmp_path, "import sys; print(sys.argv[1:])", "script.py")
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "script.py", "--device", "cpu", "--", "--help", "-h", "--json", "--debug"])
+    assert (ended.value.code, capfd.readouterr().out) == (0, "['--help', '-h', '--json', '--debug']\n")
+
+
+def test_an_option_that_a_script_has_too_is_told_about(tmp_path: Path):
+    script = written(
+        tmp_path, "parser.add_argument('--name', '-n'); parser.add_argument('--procs-per-node')", "mine.py"
+    )
+    words = (script, "--procs=2", "--name=a", "--", "--device", "cpu")
+    assert shared_with(Path(script), words) == ["--name"]
+
+
+def test_a_configuration_of_a_script_that_is_none_of_meshruns_says_where_it_belongs(tmp_path: Path):
+    script, config = written(tmp_path, "print('hello')", "mine.py"), written(tmp_path, "lr: 1", "mine.yaml")
+    with pytest.raises(UserError, match=r"mine\.yaml is not valid TOML.*stands behind --"):
+        parse_run([script, "--config", config])
 
 
 def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> str:

@@ -29,6 +29,14 @@ if "--meet" in sys.argv:
 sys.exit()
 """
 
+KILLED = """
+import os, signal
+print("begins", flush=True)
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.pause()
+"""
+
 STUCK = """
 import sys, time
 import torch.distributed as dist
@@ -111,6 +119,18 @@ def test_a_long_computation_of_a_script_is_no_hang(tmp_path: Path):
     ended = meshrun(tmp_path, "run", program, *words)
     assert ended.status == 0, ended.err
     assert "rank" not in "".join(ended.err.splitlines()[1:])
+
+
+@pytest.mark.parametrize("restarts", [None, 1])
+def test_a_script_of_which_a_rank_is_killed_begins_anew_only_where_that_is_asked_for(
+    tmp_path: Path, restarts: int | None
+):
+    words = ("--procs", 2, "--device", "cpu", *(("--restarts", restarts) if restarts else ()))
+    ended = meshrun(tmp_path, "run", written(tmp_path, KILLED), *words)
+    assert (ended.status, ended.out.count("begins")) == (75, (restarts or 0) + 1), ended.err
+    why = ended.sentences[-1]
+    assert re.match(rf"rank 1 on {HOST} was killed by SIGKILL(; a plain script has no checkpoint|$)", why), why
+    assert ("--restarts N asks for it" in why) == (restarts is None)
 
 
 def forked(body: str) -> int:

@@ -219,8 +219,10 @@ def test_a_traceback_stays_in_the_log_and_so_does_the_noise_of_libraries(tmp_pat
             raise KeyError("width")
         except KeyError as error:
             write_traceback(error, file)
-        print("of the next start", file=file)
-    assert in_a_log.output.getvalue().splitlines() == ["of the program", "of the next start"]
+            print("of the next start? ", end="", file=file)
+            write_traceback(error, file)
+        print("", file=file)
+    assert in_a_log.output.getvalue().splitlines() == ["of the program", "of the next start? ", ""]
     assert "KeyError: 'width'" in log.read_text()
 
 
