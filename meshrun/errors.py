@@ -62,7 +62,13 @@ def described(error: BaseException) -> str:
         message = str(error).strip()
     except Exception as failure:  # the program's own class has a wrong __str__
         message = f"its message cannot be read, since __str__ raises {type(failure).__name__}"
-    return f"{type(error).__name__}: {message or 'no message'}"
+    return f"{type(error).__name__}: {message or 'no message'}{cure_of(error)}"
+
+
+def cure_of(error: BaseException) -> str:
+    """What helps against an error of the system whose own words do not say it."""
+    too_many = isinstance(error, OSError) and error.errno == errno.EMFILE
+    return " (ulimit -n shows and sets how many files a process may have open)" if too_many else ""
 
 
 def brief(text: str) -> str:

@@ -92,7 +92,7 @@ def lead(asked: Asked, nursery: Nursery | None, wanted: Wanted, open_hub: OpenHu
                 tell("note", text=f"{asked.target.label}: a plain script on {ranks}  ->  {run.path}/logs")
             failures = launch(job, watch, tell, nursery, hub, wanted, lookout_of(run, config, inherited()))
             if failures:
-                raise _failure_of(run, memory, failures, began[0], asked)
+                raise _failure_of(run, memory, failures, began[0], config)
     except Interrupted as stopped:
         return _stopped_in_time(run, stopped, ends)
     if asked.target.entry is None:
@@ -106,7 +106,7 @@ def _renewed(asked: Asked, run: RunDirectory) -> contextlib.AbstractContextManag
 
 
 def _failure_of(
-    run: RunDirectory, memory: Path, failures: list[Failure], since: float, asked: Asked
+    run: RunDirectory, memory: Path, failures: list[Failure], since: float, config: RunConfig
 ) -> UserError | RunFailed:
     """Why the run has failed: what the first of its ranks said that failed."""
     with contextlib.suppress(Exception):  # a picture of what was reached, where there is enough for one
@@ -114,9 +114,9 @@ def _failure_of(
         if run.result() is None or any(leg.began >= since for leg in legs_of(run.events_of(0))):
             write_report(run.path)
     ended = {each.rank: each.how for each in failures}
-    of_script = {"stepless": ""} if asked.target.entry is None else {}
+    of_script = {"stepless": ""} if find(config.target).entry is None else {}
     failed = first_failure(run, ended, socket.gethostname(), since=since, memory=memory, **of_script)
-    if of_script and asked.config.restarts is None and all(each.is_lost for each in failures):
+    if of_script and config.restarts is None and all(each.is_lost for each in failures):
         failed = replace(failed, sentence=failed.sentence + NOT_AGAIN)
     if failed.by_user:
         return UserError(failed.text)

@@ -42,7 +42,17 @@ from meshrun.cli.sites import sites_app
 from meshrun.cli.streams import flush, open_streams, put_back
 from meshrun.cli.target import recipes
 from meshrun.config import whole_number
-from meshrun.errors import CutOff, RunFailed, SharedError, StoppedByHand, UserError, brief, described, printable
+from meshrun.errors import (
+    CutOff,
+    RunFailed,
+    SharedError,
+    StoppedByHand,
+    UserError,
+    brief,
+    cure_of,
+    described,
+    printable,
+)
 from meshrun.launch.job import WORTH_A_RESTART
 from meshrun.world import World, detect
 from meshrun.world.bytecode import keep_bytecode
@@ -421,7 +431,7 @@ def _of_usage(error: BaseException, text: str) -> str:
 def _of_system(error: OSError) -> str:
     """What the system has refused, of which file: full or read-only disks, missing rights, names that are too long."""
     files = " and ".join(str(each) for each in (error.filename, error.filename2) if each is not None)
-    return f"{f'{files}: ' * bool(files)}{error.strerror or error}"
+    return f"{f'{files}: ' * bool(files)}{error.strerror or error}{cure_of(error)}"
 
 
 def _give_up(error: BaseException, text: str, as_json: bool, debug: bool) -> int:

@@ -11,10 +11,12 @@ imports a function `experiment` is one too, unless it does nothing else.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import difflib
 import functools
 import importlib
 import importlib.util
+import re
 import shlex
 import sys
 import traceback
@@ -268,12 +270,29 @@ def make(target: Target, given: dict[str, Any], data: Path = DATA) -> Experiment
     except Exception as error:
         if offline := missing_of(error):
             raise UserError(offline) from error
+        if isinstance(error, TypeError) and str(error).startswith("Experiment.__init__() "):
+            raise UserError(_of_fields(target, error)) from error
         raise
     if not isinstance(made, Experiment):
         raise UserError(
             f"{target.entry}() of {target.label} returned {type(made).__name__}; it must return an Experiment"
         )
     return made
+
+
+def _of_fields(target: Target, error: TypeError) -> str:
+    """A sentence on an Experiment that was given a field that it has not, or too few or too many of those it has."""
+    fields = [each.name for each in dataclasses.fields(Experiment)]
+    wrong = str(error).removeprefix("Experiment.__init__() ")
+    unknown = re.search(r"unexpected keyword argument '(\w+)'", wrong)
+    hint = ""
+    if unknown is not None:
+        wrong = f"has no field {unknown[1]!r}"
+        if near := difflib.get_close_matches(unknown[1], fields, 1):
+            hint = f"; did you mean {near[0]}?"
+        elif unknown[1] in ("lr", "learning_rate", "weight_decay"):
+            hint = f"; the optimizer has it: optimizer=lambda parameters: AdamW(parameters, {unknown[1]}={unknown[1]})"
+    return f"the Experiment of {target.entry}() in {target.label} {wrong}{hint}; its fields are {', '.join(fields)}"
 
 
 def failed_in(target: Target, error: BaseException) -> str:

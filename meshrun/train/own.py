@@ -64,6 +64,11 @@ def replicate(model: nn.Module, find_unused_parameters: bool = False, sync_batch
     """
     if not isinstance(model, nn.Module):
         raise UserError(f"replicate() was given {type(model).__name__}; it needs a model, which is an nn.Module")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise UserError(
+            "replicate() was given a model of torch.jit.script or torch.jit.trace, whose modules cannot be watched; "
+            "replicate the model itself, and script it when it is trained: torch.jit.script(unwrap(model))"
+        )
     here = start()
     if here.layout.dp < here.size:
         raise UserError(

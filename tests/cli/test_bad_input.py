@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import importlib
 import json
 import os
 import re
@@ -9,6 +11,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -409,3 +412,27 @@ def test_other_commands_refuse_numbers_beyond_reason_and_words_of_launchers(
         main(words)
     said = capsys.readouterr().err
     assert ended.value.code == 2 and re.search(sentence, said), said
+
+
+def test_too_many_open_files_names_the_limit(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def refused(_words: list[str]) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), "data.bin")
+
+    monkeypatch.setattr("meshrun.cli.main._dispatch", refused)
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "digits"])
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith(
+        "meshrun: data.bin: Too many open files (ulimit -n shows and sets how many"
+    )
+
+
+def test_ctrl_c_while_python_imports_is_a_sentence(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    class Importing(ModuleType):
+        def __getattr__(self, name: str) -> None:
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "meshrun.cli.main", Importing("meshrun.cli.main"))
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module("meshrun.__main__").main()
+    assert (ended.value.code, capsys.readouterr().err) == (130, "meshrun: stopped by CTRL-C\n")

@@ -40,7 +40,7 @@ def test_another_start_is_worth_it_only_where_all_ranks_that_failed_were_lost(
     run: RunDirectory, tmp_path: Path, codes: tuple[int, ...], again: bool
 ):
     failures = [Failure(rank, code, 0.0) for rank, code in enumerate(codes)]
-    assert isinstance(_failure_of(run, tmp_path, failures, 0.0), CutOff) is again
+    assert isinstance(_failure_of(run, tmp_path, failures, 0.0, run.config()), CutOff) is again
 
 
 @pytest.mark.parametrize(("began", "drawn"), [(9.0, True), (1.0, False)])
@@ -50,7 +50,7 @@ def test_a_start_that_was_refused_does_not_draw_the_report_of_a_finished_run_ane
     (run.path / "result.json").write_text('{"steps": 3}')
     events = [{"kind": "start", "began": began}, {"kind": "resumed", "step": 3}]
     run.events_of(0).write_text("".join(json.dumps({"time": 9.0, **event}) + "\n" for event in events))
-    _failure_of(run, tmp_path, [Failure(0, 2, 9.5)], since=5.0)
+    _failure_of(run, tmp_path, [Failure(0, 2, 9.5)], 5.0, run.config())
     assert (run.path / "report.html").exists() is drawn
 
 

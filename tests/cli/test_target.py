@@ -8,7 +8,7 @@ import pytest
 
 from meshrun import UserError
 from meshrun.cli.options import options_of
-from meshrun.cli.target import find, place_of
+from meshrun.cli.target import find, make, place_of
 from meshrun.config import DATA
 from meshrun.errors import RunFailed
 
@@ -147,6 +147,25 @@ def test_a_parameter_that_has_no_name_to_give_is_refused():
 
     with pytest.raises(UserError, match=r"parameter 'lr' of experiment\(\) cannot be given by its name; take the '/'"):
         options_of(experiment)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("batch=8, lr=0.1", r"has no field 'lr'; the optimizer has it: optimizer=lambda parameters: AdamW"),
+        (
+            "batch=8, evaluations={}",
+            r"has no field 'evaluations'(; did you mean evals\?)?; its fields are model, train, ",
+        ),
+        ("batchsize=8", r"has no field 'batchsize'; did you mean batch\?"),
+        ("", r"missing 1 required positional argument: 'batch'; its fields are model, train, loss, "),
+    ],
+)
+def test_an_experiment_with_fields_that_it_has_not_is_told_which_it_has(tmp_path: Path, given: str, said: str):
+    text = f"from meshrun import Experiment\ndef experiment(): return Experiment(f, [1], f, f, {given})\nf = print\n"
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(UserError, match=rf"^the Experiment of experiment\(\) in mine\.py {said}"):
+        make(find(str(tmp_path / "mine.py")), {})
 
 
 def test_an_experiment_that_is_a_coroutine_is_no_plain_script(tmp_path: Path):

@@ -155,6 +155,12 @@ def test_log_that_was_never_written_is_not_named(run: RunDirectory):
     assert tail(run.log_of(1)) == []
 
 
+def test_a_run_that_lacks_its_config_json_alone_is_not_said_to_be_deleted(run: RunDirectory):
+    (run.path / "config.json").unlink()
+    sentence = first_failure(run, {1: EXITED}, "n7").sentence
+    assert sentence == f"{run.path}/config.json, which every start of the run reads, was deleted while the run trained"
+
+
 def test_a_run_directory_that_is_gone_is_the_failure_of_a_rank_that_can_say_nothing(run: RunDirectory):
     shutil.rmtree(run.path)
     sentence = first_failure(run, {1: EXITED}, "n7").text

@@ -660,6 +660,14 @@ def test_a_model_that_trains_nothing_is_replicated():
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_scripted_model_is_refused():
+    with pytest.raises(
+        UserError, match=r"torch\.jit\.script or torch\.jit\.trace, .*: torch\.jit\.script\(unwrap\(model\)\)"
+    ):
+        replicate(torch.jit.script(nn.Linear(2, 2)))
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_lazy_model_is_refused_until_it_has_sizes():
     model = nn.Sequential(nn.LazyLinear(3))
     with pytest.raises(UserError, match=r"first batch: 0\.weight, 0\.bias; call the model with one before replicate"):
