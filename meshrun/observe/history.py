@@ -23,7 +23,7 @@ from meshrun.errors import UserError
 from meshrun.files import open_plain, read_plain
 from meshrun.observe.drawing import drawable
 from meshrun.observe.events import Event
-from meshrun.observe.legs import Leg, legs_of
+from meshrun.observe.legs import Leg, is_refusal, legs_of
 from meshrun.observe.numbers import number, whole
 
 TIMED_STEPS = 20_000
@@ -62,6 +62,7 @@ class Rank:
             self.first_time, self.last_time = min(self.first_time, moment), max(self.last_time, moment)
         if kind == "start":
             self.start, self.ended, self._settled = event, False, False
+            self.failures = [failure for failure in self.failures if not is_refusal(failure)]
         elif kind == "step":
             self.last_step = whole(event.get("step"))
             seconds = number(event.get("seconds"))

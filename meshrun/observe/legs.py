@@ -35,6 +35,11 @@ class Leg:
     last_step: int
 
 
+def is_refusal(event: Event) -> bool:
+    """Whether a start says that it ends before its first step: nothing of the run, if others came further."""
+    return event.get("kind") == "failure" and not whole(event.get("step"))
+
+
 def legs_of(events: Path) -> list[Leg]:
     """The starts that a file of events tells of; a file of many steps is searched, and not read."""
     try:
@@ -78,10 +83,10 @@ def _leg(text: mmap.mmap, first: int, end: int) -> Leg | None:
 
 
 def _last(text: mmap.mmap, first: int, end: int) -> Event:
-    """The last whole event of a stretch of lines."""
+    """The last whole event of a stretch of lines that is not of a later start, which was refused."""
     while end > first:
         line = text.rfind(b"\n", first, end - 1) + 1 or first
-        if event := _event(text, line):
+        if (event := _event(text, line)) and not is_refusal(event):
             return event
         end = line
     return {}

@@ -584,6 +584,16 @@ def test_a_start_that_was_refused_is_none(tmp_path: Path) -> None:
     assert [leg.last_step for leg in legs_of(run.events_of(0))] == [12, 20]
 
 
+def test_a_start_that_was_refused_adds_no_time_and_is_not_in_the_report_of_a_later_one(tmp_path: Path) -> None:
+    run = resumed_run(tmp_path)
+    refused = {"rank": 0, "sentence": "batch is 9999 but there are 64 samples", "lines": [], "by_user": True}
+    write_at(run, 7000.0, "failure", **refused, step=0)
+    write_at(run, 8000.0, "start", world=1, layout="dp=1", launcher="slurm", total_steps=80)
+    write_at(run, 8001.0, "resumed", step=20, source="checkpoints/step-00000020", seconds=0.1)
+    assert [leg.seconds for leg in legs_of(run.events_of(0))] == [14.0, 13.0, 1.0]
+    assert "9999" not in page_of(run).seen
+
+
 def test_the_report_of_a_resumed_run_has_the_time_of_all_its_starts_and_marks_them(tmp_path: Path) -> None:
     run = resumed_run(tmp_path)
     (run.path / "result.json").write_text(json.dumps({"steps": 20, "seconds": 13.0, "layout": "dp=1", "world": 1}))
