@@ -281,6 +281,19 @@ def start() -> Here:
     return _here
 
 
+def meet_for_script(world: World, meeting: Meeting) -> TCPStore:
+    """The store of a job whose launcher names none, at a port of this machine, once all ranks have found it.
+
+    For a plain script, which forms its groups by itself.
+    """
+    _guard_groups()
+    store = _store(world, meeting, load(meeting.site) if meeting.site is not None else None)
+    _all_arrived(world, PrefixStore("script", store), f"rank {world.rank}", meeting.timeout)
+    if world.rank == 0:
+        withdraw(meeting.runs, world.job, world.attempt)
+    return store
+
+
 def finish() -> None:
     """Leave the mesh; without others to leave, nothing happens."""
     global _here
@@ -344,12 +357,12 @@ def _meet(meeting: Meeting) -> Here:
         _guard_groups()
         _use_network(world, site)
         store = _store(world, meeting, site)
-        store = _all_arrived(world, store, _place_of(world, device, meeting.backend), meeting.timeout)
-        notes = _use_cores(world, _cores_of_node(world, store), site, meeting.threads)
+        arrived = _all_arrived(world, store, _place_of(world, device, meeting.backend), meeting.timeout)
+        notes = _use_cores(world, _cores_of_node(world, arrived), site, meeting.threads)
         with _among_own_processes():
             dist.init_process_group(
                 backend,
-                store=store,
+                store=arrived,
                 rank=world.rank,
                 world_size=world.size,
                 timeout=timedelta(seconds=meeting.timeout),
@@ -480,7 +493,7 @@ def _place_of(world: World, device: torch.device, backend: str) -> str:
     return f"GPU {torch.cuda.get_device_properties(device).uuid} of {world.host}"
 
 
-def _store(world: World, meeting: Meeting, site: Site | None) -> Store:
+def _store(world: World, meeting: Meeting, site: Site | None) -> TCPStore:
     """The key-value store that rank 0, or the agent that started it, serves."""
     if world.address is not None and world.port is not None:
         serves = world.rank == 0 and not world.agent_store
@@ -502,7 +515,7 @@ def _store(world: World, meeting: Meeting, site: Site | None) -> Store:
     return _published_store(world, meeting)
 
 
-def _client(address: str, port: int, world: World, timeout: float) -> Store:
+def _client(address: str, port: int, world: World, timeout: float) -> TCPStore:
     store = TCPStore(address, port, world.size, False, timedelta(seconds=timeout), wait_for_workers=False)
     if address == LOOPBACK and owner_of_listener(port) not in (None, os.geteuid()):
         # Another user may have got the port of a launch that is over. None: torchrun listens on all addresses.
@@ -510,7 +523,7 @@ def _client(address: str, port: int, world: World, timeout: float) -> Store:
     return store
 
 
-def _named_store(world: World, address: str, port: int, serves: bool, timeout: float) -> Store:
+def _named_store(world: World, address: str, port: int, serves: bool, timeout: float) -> TCPStore:
     """The store at the address that the launcher names."""
     if not world.agent_store and world.local_size == world.size:
         if serves:
@@ -526,7 +539,7 @@ def _named_store(world: World, address: str, port: int, serves: bool, timeout: f
     return TCPStore(address, port, world.size, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _published_store(world: World, meeting: Meeting) -> Store:
+def _published_store(world: World, meeting: Meeting) -> TCPStore:
     """Follow what rank 0 publishes; an address that does not answer is a left-over, and is read again."""
     give_up = time.monotonic() + meeting.timeout
     while time.monotonic() < give_up:
@@ -543,7 +556,7 @@ def _published_store(world: World, meeting: Meeting) -> Store:
     )
 
 
-def _reached_store(world: World, address: str, port: int, secret: bytes) -> Store:
+def _reached_store(world: World, address: str, port: int, secret: bytes) -> TCPStore:
     """The store of rank 0: on this machine at once, on another one through a relay that proves the secret."""
     if address != LOOPBACK:
         port = store_process.relay(address, port, secret)["loopback"]

@@ -40,7 +40,7 @@ from meshrun.observe.story import Story
 from meshrun.store.server import LOOPBACK, Server
 from meshrun.train.interval import parse as parse_interval
 from meshrun.world import World, detect
-from meshrun.world.environment import inherited, joining_at, of_lone_rank, only
+from meshrun.world.environment import inherited, joining_at, of_foreign_rank, of_lone_rank, only
 from meshrun.world.gpu import open_early
 
 
@@ -114,14 +114,22 @@ def _alone(asked: Asked, shown: bool = True) -> dict[str, Any]:
         if trains:
             return work(asked.config, asked.target, story.tell if shown else _ignore, asked.run, asked.document)
         world = detect(os.environ)
-        with _as_torchrun_would() if world.source == "none" else contextlib.nullcontext():
+        with _as_torchrun_would(world, asked.config) if world.source != "torchrun" else contextlib.nullcontext():
             run_script(asked.config, asked.target)
         return {"run": None, "world": world.size}
 
 
 @contextlib.contextmanager
-def _as_torchrun_would() -> Iterator[None]:
-    """Give a plain script in this one process the variables of torchrun, and serve the store that they name."""
+def _as_torchrun_would(world: World, config: RunConfig) -> Iterator[None]:
+    """Give a plain script in this process the variables of torchrun, and serve the store that they name."""
+    if world.size > 1:
+        from meshrun.cli.configured import meeting_of
+        from meshrun.mesh import meet_for_script
+
+        met = meet_for_script(world, meeting_of(config)) if world.address is None else None
+        with only({**inherited(), **of_foreign_rank(world, (met.host, met.port) if met else None)}):
+            yield
+        return
     with Server() as store, only({**inherited(), **of_lone_rank(LOOPBACK, store.port)}), joining_at(store.port):
         yield
 

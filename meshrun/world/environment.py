@@ -14,9 +14,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshrun.config import temporary_folder
+
+if TYPE_CHECKING:
+    from meshrun.world.detect import World
 
 
 def _working_directory() -> str | None:
@@ -100,6 +103,16 @@ def of_lone_rank(address: str, port: int) -> dict[str, str]:
     """The only rank's place, and that of a store which processes that it starts are not told of: see `joining_at`."""
     variables = of_rank(0, 1, (0, 1), (0, 1), (address, port), 0, f"alone-{os.getpid()}")
     del variables["TORCHELASTIC_USE_AGENT_STORE"]
+    return variables
+
+
+def of_foreign_rank(world: World, meet: tuple[str, int] | None) -> dict[str, str]:
+    """The place of a rank that another launcher than torchrun has started, in torchrun's words."""
+    local, node = (world.local_rank, world.local_size), (world.node, world.nodes)
+    variables = of_rank(world.rank, world.size, local, node, meet or ("", 0), world.attempt, world.job)
+    if meet is None:  # the user has said where ranks are to meet: rank 0 serves the store there
+        for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
+            del variables[name]
     return variables
 
 

@@ -100,6 +100,27 @@ def test_ranks_that_torchrun_starts_again_go_on_in_their_run_directory(tmp_path:
     assert resumed["source"] == "a checkpoint" and resumed["step"] in (4, 6)
 
 
+OWN_GROUP = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.tensor([1.0 + dist.get_rank()])
+dist.all_reduce(total)
+print([os.environ[name] for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")], os.environ["LOCAL_RANK"], total.item())
+dist.destroy_process_group()
+import meshrun
+print("met", meshrun.start().size, meshrun.gather(meshrun.start().rank))
+"""
+
+
+def test_a_script_with_a_group_of_its_own_finds_the_variables_of_torchrun_under_another_launcher(tmp_path: Path):
+    skip_if_missing(OPENMPI[0])
+    (tmp_path / "mine.py").write_text(OWN_GROUP)
+    ended = meshrun(tmp_path, "run", "mine.py", "--device", "cpu", launcher=(*OPENMPI, *MODULE))
+    assert ended.status == 0, ended.err
+    assert sorted(ended.out.splitlines()) == [f"['2', '2'] {rank} 3.0" for rank in "01"] + ["met 2 [0, 1]"] * 2
+    assert not list((tmp_path / "runs" / ".rendezvous").iterdir())
+
+
 def test_a_plain_script_is_started_on_two_ranks_with_its_own_words(tmp_path: Path):
     ended = meshrun(tmp_path, "run", SCRIPT, "--procs", 2, "--steps", 7, "--", "--values", 1, 4)
     assert ended.status == 0, ended.err
