@@ -245,7 +245,9 @@ def notice_groups(formed: Callable[[], None]) -> None:
         formed()
         form(*args, **options)
 
-    dist.init_process_group = dist.distributed_c10d.init_process_group = noted
+    # init_device_mesh has its own name for it.
+    for module in (dist, dist.distributed_c10d, dist.device_mesh):
+        module.init_process_group = noted  # type: ignore[attr-defined]
     _guard_groups()
 
 

@@ -318,6 +318,7 @@ def test_other_users_are_kept_out_of_the_groups_that_a_program_forms_by_itself(
     monkeypatch.setattr(torch.distributed.distributed_c10d, "_new_process_group_helper", make)
     monkeypatch.setattr(torch.distributed, "init_process_group", lambda: None)
     monkeypatch.setattr(torch.distributed.distributed_c10d, "init_process_group", lambda: None)
+    monkeypatch.setattr(torch.distributed.device_mesh, "init_process_group", lambda: None)
     mesh.notice_groups(lambda: None)
     says_so = pytest.raises(
         RuntimeError, match="0 of 1 other ranks are connected to this one; a process of another user"

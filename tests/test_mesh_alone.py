@@ -142,3 +142,14 @@ def test_who_stays_after_the_end_is_a_world_of_one_on_the_same_device(monkeypatc
     assert mesh.start() is stayed
     assert (stayed.rank, stayed.size, stayed.mesh, str(stayed.layout)) == (0, 1, None, "dp=1")
     assert stayed.site is site and stayed.world.host == "node7"
+
+
+def test_a_group_that_a_program_forms_with_a_device_mesh_is_noticed(monkeypatch: pytest.MonkeyPatch):
+    formed: list[str] = []
+    helper = dist.distributed_c10d._new_process_group_helper
+    monkeypatch.setattr(dist.distributed_c10d, "_new_process_group_helper", helper)  # to be put back
+    for module in (dist, dist.distributed_c10d, dist.device_mesh):
+        monkeypatch.setattr(module, "init_process_group", lambda: None)
+    mesh.notice_groups(lambda: formed.append("formed"))
+    dist.device_mesh.init_process_group()
+    assert formed == ["formed"]

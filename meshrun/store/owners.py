@@ -176,6 +176,16 @@ def _polled_together() -> list[list[int]]:
 
 def _asked(local: End, remote: End) -> int | None:
     """The owner of the connected socket with these ends, as the kernel answers; an OSError where it does not."""
+    state, owner, inode = _answer(local, remote)
+    if state == ESTABLISHED and not inode:  # nobody has accepted it yet: it will be of who listens there
+        state, owner, inode = _answer(local, (type(local[0])(0), 0))
+        return owner if state == LISTENING and inode else None
+    # Where nobody is connected so, the kernel finds who listens there.
+    return owner if state == ESTABLISHED and inode else None
+
+
+def _answer(local: End, remote: End) -> tuple[str, int, int]:
+    """State, owner and inode of the socket with these ends, else of the one that listens; no state of none."""
     family = socket.AF_INET if local[0].version == 4 else socket.AF_INET6
     ends = (local[1].to_bytes(2), remote[1].to_bytes(2), *(end[0].packed.ljust(16, b"\0") for end in (local, remote)))
     request = _REQUEST.pack(family, socket.IPPROTO_TCP, 0xFFFFFFFF, *ends, 0, b"\xff" * 8)
@@ -188,21 +198,20 @@ def _asked(local: End, remote: End) -> int | None:
     if kind == _NLMSG_ERROR:
         (code,) = struct.unpack_from("=i", answer, _HEADER.size)
         if code == -errno.ENOENT:
-            return None
+            return "", 0, 0
         raise OSError(-code, os.strerror(-code))
     if kind != _SOCK_DIAG_BY_FAMILY or len(answer) < _HEADER.size + _ANSWER.size:
         raise OSError(errno.EBADMSG, os.strerror(errno.EBADMSG))
     _, state, owner, inode = _ANSWER.unpack_from(answer, _HEADER.size)
-    # Where nobody is connected so, the kernel finds who listens there.
-    return int(owner) if state == int(ESTABLISHED, 16) and inode else None
+    return f"{state:02X}", int(owner), int(inode)
 
 
 def _listed(local: str, remote: str) -> int | None:
     """The same from the kernel's lists."""
     for _ in range(TRIES):
         for found in _sockets():
-            if (found.local, found.remote) == (local, remote) and found.state == ESTABLISHED and found.inode:
-                return found.owner
+            if (found.local, found.remote) == (local, remote) and found.state == ESTABLISHED:
+                return found.owner if found.inode else owner_of_listener(_port(local))  # nobody has accepted it yet
     return None
 
 

@@ -117,6 +117,23 @@ def test_the_owner_of_a_connection_over_ipv6_is_known():
         assert owner_of_peer(server.accept()[0]) == os.geteuid()
 
 
+@pytest.mark.parametrize("asks", [True, False], ids=["the kernel is asked", "its lists are read"])
+@pytest.mark.parametrize("user", [0, pytest.param(NOBODY, marks=ROOT_ONLY)])
+def test_a_connection_that_nobody_has_accepted_yet_is_of_who_listens(
+    user: int, asks: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """A busy rank accepts late: it was taken for one that is gone, and whoever had connected gave up."""
+    if not asks:
+        monkeypatch.setattr(owners, "_NETLINK_SOCK_DIAG", 99)
+    os.seteuid(user or os.geteuid())
+    try:
+        server = socket.create_server(("127.0.0.1", 0))
+    finally:
+        os.seteuid(os.getuid())
+    with server, socket.create_connection(server.getsockname()) as connection:
+        assert owner_of_peer(connection) == (user or os.geteuid())
+
+
 @ROOT_ONLY
 @pytest.mark.parametrize("address", ["127.0.0.1", "0.0.0.0", "::"])
 def test_who_listens_on_a_loopback_port_is_known_also_where_he_listens_on_all_addresses(address: str):
