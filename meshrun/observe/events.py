@@ -49,8 +49,6 @@ class LineFile:
         self._writing = threading.RLock()
         self.lost = 0
         """Lines that were given up, since too many waited."""
-        self.deleted = False
-        """Whether the file was deleted, and another one begun."""
         self.refusal = ""
         """Why lines wait; nothing while all of them are in the file."""
         self.flush()
@@ -67,10 +65,6 @@ class LineFile:
         """Write what waits; whether all lines are in the file now."""
         with self._writing:
             try:
-                if self._file is not None and not os.fstat(self._file.fileno()).st_nlink:
-                    self.deleted = True  # else all that follows would go into a file that has no name any more
-                    self._file.close()
-                    self._file = None
                 file = self._file or self._open()
                 while self._waiting:
                     line = self._waiting[0]
@@ -112,9 +106,6 @@ class EventFile:
         return self._lines.refusal
 
     def write(self, kind: str, **fields: Any) -> None:
-        if self._lines.flush() and self._lines.deleted:
-            self._add({"kind": "note", "text": "events before this one were deleted while the run trained"})
-            self._lines.deleted = False
         if self._lines.lost and self._lines.flush():
             text = f"{self._lines.lost} events before this one could not be written"
             self._add({"kind": "note", "text": text})

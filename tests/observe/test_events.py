@@ -7,7 +7,6 @@ import json
 import math
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import sys
@@ -188,17 +187,3 @@ def test_of_too_many_events_that_wait_for_a_disk_the_rest_is_counted(path: Path,
     events.write("end")
     told = [event.get("text") or event.get("step", event["kind"]) for event in read_events(folder / "deep" / path.name)]
     assert told == [0, 1, "3 events before this one could not be written", "end"]
-
-
-def test_a_file_of_events_that_is_deleted_while_a_run_trains_is_begun_anew_and_says_so(path: Path):
-    events = EventFile(path.parent / "events" / path.name)
-    events.write("step", step=1)
-    shutil.rmtree(path.parent / "events")
-    events.write("step", step=2)
-    events.write("step", step=3)
-    found = read_events(path.parent / "events" / path.name)
-    assert [event.get("step", event.get("text")) for event in found] == [
-        "events before this one were deleted while the run trained",
-        2,
-        3,
-    ]
