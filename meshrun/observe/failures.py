@@ -106,7 +106,7 @@ def _spoken(run: RunDirectory, event: Event) -> FirstFailure:
 
 def directory_gone(run: RunDirectory, when: str = "") -> str:
     """A sentence for a run whose directory, or what every start of it reads there, is no longer there."""
-    if run.path.is_dir():
+    if (run.path / "events").is_dir():
         return f"{run.path}/config.json, which every start of the run reads, was deleted while the run trained{when}"
     return f"{run.path} was deleted, moved or unmounted while the run trained{when}, so that nothing of it can be kept"
 
