@@ -61,6 +61,17 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+def sample_of(data: MapDataset, number: int) -> Any:
+    """One sample, also of a dataset that can only be asked for several: torch's Dataset has a `data[i]` that raises."""
+    try:
+        return data[number]
+    except NotImplementedError:
+        many = getattr(data, "__getitems__", None)
+        if many is None:
+            raise
+        return many([number])[0]
+
+
 class Draws(Protocol):
     """Random numbers for the samples of a batch, which depend on seed, epoch and sample and never on the mesh.
 

@@ -23,7 +23,7 @@ from torch.utils.data import default_collate
 from torch.utils.flop_counter import flop_registry
 
 from meshrun.data.order import Order
-from meshrun.experiment import Experiment, in_halves
+from meshrun.experiment import Experiment, in_halves, sample_of
 from meshrun.kernels.eightbit import BLOCK, LEAST
 from meshrun.parallel.demands import demands_of
 from meshrun.parallel.placed import call
@@ -61,7 +61,7 @@ def count(experiment: Experiment, device: torch.device, states: str = "fp32") ->
         if short and parameter.dim() >= 2 and parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)
     order = Order.of(experiment.train, experiment.batch, experiment.seed, experiment.shuffle)
-    samples = [experiment.train[number] for number in order.batch_ids(0).tolist()]
+    samples = [sample_of(experiment.train, number) for number in order.batch_ids(0).tolist()]
     inputs, targets = (experiment.collate or default_collate)(samples)
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         model.to_empty(device=device).train()

@@ -38,7 +38,7 @@ from meshrun.data.order import Order
 from meshrun.data.permutation import Ids
 from meshrun.data.samples import Samples, Wanted
 from meshrun.data.seeding import put_back, seed_with, snapshot, word_for
-from meshrun.experiment import Experiment, MapDataset
+from meshrun.experiment import Experiment, MapDataset, sample_of
 from meshrun.mesh import Here
 from meshrun.parallel.compiled import steps_of
 from meshrun.parallel.dp import Replicated
@@ -247,7 +247,7 @@ class Watched:
 
     def __getitem__(self, number: int) -> Any:
         before = snapshot()
-        sample = self.dataset[number]
+        sample = sample_of(self.dataset, number)
         word: int | None = None
         if not before.same(snapshot()):
             word = torch.initial_seed()
@@ -419,7 +419,7 @@ def _try(trainer: Trainer, experiment: Experiment) -> Tried:
 
 def _collate_draws(experiment: Experiment, ids: list[int]) -> bool:
     with put_back():
-        samples = [experiment.train[number] for number in ids]
+        samples = [sample_of(experiment.train, number) for number in ids]
         before = snapshot()
         (experiment.collate or default_collate)(samples)
         return not before.same(snapshot())
@@ -456,7 +456,7 @@ def _changing_eval(experiment: Experiment, most: int = 8) -> str | None:
                 found = set()
                 for _ in range(2):
                     seed_with(word_for(experiment.seed, None, number))
-                    found.add(digest_of(data[number]))
+                    found.add(digest_of(sample_of(data, number)))
                 if len(found) > 1:
                     return name
     return None

@@ -17,6 +17,7 @@ from meshrun.cli.command import Asked
 from meshrun.cli.target import find, make
 from meshrun.config import RunConfig
 from meshrun.errors import RunFailed, UserError
+from meshrun.experiment import sample_of
 
 if TYPE_CHECKING:
     import torch
@@ -158,7 +159,7 @@ def _about(config: RunConfig, device: torch.device) -> About:
     model = demands_of(experiment).model
     draws = any(isinstance(each, nn.Dropout) and each.p > 0 for each in model.modules())
     ids = task.order.batch_ids(0).tolist()[:32]
-    tokens = sum(tokens_of(experiment.train[number][0]) for number in ids) / len(ids)
+    tokens = sum(tokens_of(sample_of(experiment.train, number)[0]) for number in ids) / len(ids)
     counts, uncounted = None, ""
     for where in dict.fromkeys((device, torch.device("cpu"))):  # kernels of a GPU may want real tensors
         try:

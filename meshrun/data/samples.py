@@ -27,7 +27,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from meshrun.data import seeding
 from meshrun.data.sending import unpacked
 from meshrun.errors import BadSample, RunFailed, UserError, is_of_machine
-from meshrun.experiment import MapDataset
+from meshrun.experiment import MapDataset, sample_of
 
 Collate = Callable[[list[Any]], Any]
 
@@ -97,8 +97,6 @@ class Samples(Dataset[Read]):
         self._collate = collate or default_collate
         self._whole: Callable[[list[int]], Any] | None = getattr(dataset, "batch_of", None) if collate is None else None
         self._many: Callable[[list[int]], list[Any]] | None = getattr(dataset, "__getitems__", None)
-        has_items_only = getattr(type(dataset), "__getitem__", None) is Dataset.__getitem__  # which raises
-        self._single = self._many if has_items_only else None
 
     def __getitem__(self, wanted: Wanted) -> Read:
         if not self._may_draw:  # a thread may read it, beside a model that draws
@@ -166,7 +164,7 @@ class Samples(Dataset[Read]):
         if self.draws:
             seeding.seed_for(self.seed, epoch, number)
         try:
-            return self._single([number])[0] if self._single is not None else self.dataset[number]
+            return sample_of(self.dataset, number)
         except BaseException as error:
             hint = "" if self.skip_bad or not _can_be_skipped(error) else " (--skip-bad-samples goes on without such)"
             error.add_note(f"while reading sample {number}{hint}")

@@ -34,7 +34,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
-from meshrun.experiment import Experiment
+from meshrun.experiment import Experiment, sample_of
 from meshrun.parallel.functional import Seen, recording
 from meshrun.parallel.moment import Place
 from meshrun.parallel.placed import call
@@ -259,7 +259,7 @@ def _sample(experiment: Experiment, number: int) -> Any:
     """What it draws leaves the program's generators as they are."""
     before = torch.get_rng_state(), random.getstate(), np.random.get_state()
     try:
-        return experiment.train[number]
+        return sample_of(experiment.train, number)
     finally:
         torch.set_rng_state(before[0])
         random.setstate(before[1])

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from meshrun.errors import SharedError, UserError
-from meshrun.experiment import Experiment
+from meshrun.experiment import Experiment, sample_of
 from meshrun.layout import Layout, nearest, parse
 from meshrun.parallel import cp, pp, segments, tp
 from meshrun.parallel.construct import blueprint
@@ -60,7 +60,7 @@ class Demands:
 
     def sample(self) -> tuple[Any, Any]:
         """A batch of the first sample twice: batch norm refuses to train on one value a channel."""
-        first = self.experiment.train[0]
+        first = sample_of(self.experiment.train, 0)
         inputs, targets = (self.experiment.collate or default_collate)([first, first])
         return inputs, targets
 

@@ -25,8 +25,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from meshrun.errors import UserError
@@ -132,8 +131,7 @@ def apply(segments: Sequence[tuple[int, nn.Module]], twice: Recomputing, moment:
     """Let segments, given with their numbers in the model, forget and recompute, in place, under their own names."""
     for number, segment in segments:
         if not isinstance(segment, KEEPS_ITS_INPUTS):
-            norms = [each for each in segment.modules() if isinstance(each, _BatchNorm) and each.track_running_stats]
-            contexts = functools.partial(_contexts, twice, number, moment, norms)
+            contexts = functools.partial(_contexts, twice, number, moment, _Buffers(segment))
             own = segment.forward if "forward" in vars(segment) else functools.partial(_by_its_class, segment)
             segment.forward = functools.partial(_forward, own, twice, number, contexts)
 
@@ -169,13 +167,12 @@ def _forward(
 
 
 def _contexts(
-    twice: Recomputing, number: int, moment: Moment, norms: list[_BatchNorm]
+    twice: Recomputing, number: int, moment: Moment, buffers: _Buffers
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Around the first and around the second computation: the second must draw the first one's random numbers."""
     before, again = replay(moment)
-    first, second = [before], [again]
-    if norms:
-        second.append(_Aside(norms))
+    noting = _Noting(buffers)
+    first, second = [before, noting], [again, _Aside(noting)]
     if twice.level == "selective":
         keeping, kept = create_selective_checkpoint_contexts(_policy)
         first.append(keeping)
@@ -205,22 +202,74 @@ class _Nested:
             each.__exit__(*error)
 
 
-class _Aside:
-    """Running statistics are put aside: what is computed again must not count twice in them."""
+Buffers = dict[tuple[nn.Module, str], Tensor]
+"""Buffers by their module and name."""
 
-    def __init__(self, norms: list[_BatchNorm]) -> None:
-        self.norms = norms
-        self.kept: list[dict[str, Any]] = []
+
+class _Buffers:
+    """The buffers of a segment, and which modules change theirs in a forward pass: running statistics, counters."""
+
+    def __init__(self, segment: nn.Module) -> None:
+        self._modules = [each for each in segment.modules() if each._buffers]
+        self.changing: set[nn.Module] | None = None
+        """None before the first forward pass, when any may."""
+
+    def now(self) -> Buffers:
+        found = {(each, name): buffer for each in self._modules for name, buffer in each._buffers.items()}
+        return {key: buffer for key, buffer in found.items() if buffer is not None}
+
+    def copied(self) -> Buffers:
+        """Copies of those that change; what is one buffer of several modules stays one."""
+        now = {key: each for key, each in self.now().items() if self.changing is None or key[0] in self.changing}
+        return _copies(now)
+
+
+class _Noting:
+    """Around the first computation: keeps the values that buffers have before it, where it changes them."""
+
+    def __init__(self, buffers: _Buffers) -> None:
+        self.buffers = buffers
+        self.before: Buffers = {}
+        self._versions: dict[tuple[nn.Module, str], tuple[Tensor, int]] = {}
 
     def __enter__(self) -> None:
-        self.kept = [dict(each._buffers) for each in self.norms]
-        for each in self.norms:
-            for name, buffer in each._buffers.items():
-                each._buffers[name] = None if buffer is None else buffer.clone()
+        self.before = self.buffers.copied()
+        self._versions = {key: (buffer, buffer._version) for key, buffer in self.buffers.now().items()}
 
     def __exit__(self, *error: Any) -> None:
-        for each, kept in zip(self.norms, self.kept, strict=True):
-            each._buffers.update(kept)
+        now, changing = self.buffers.now(), self.buffers.changing
+        same = {key for key, (each, _) in self._versions.items() if now.get(key) is each}
+        same -= {key for key in same if now[key]._version != self._versions[key][1]}
+        if changing is None:  # the values are looked at once: batch_norm writes to its statistics behind versions
+            same -= {key for key in same if not torch.equal(now[key], self.before[key])}
+        self.buffers.changing = (changing or set()) | {module for module, _ in self._versions.keys() - same}
+        self.before = {key: each for key, each in self.before.items() if key[0] in self.buffers.changing}
+        self._versions = {}
+
+
+class _Aside:
+    """Around the second computation: it begins with the buffers that the first began with, and changes copies."""
+
+    def __init__(self, noting: _Noting) -> None:
+        self._noting = noting
+        self._kept: Buffers = {}
+
+    def __enter__(self) -> None:
+        buffers = self._noting.buffers
+        self._kept = buffers.now()
+        # Of a module that had never changed its buffers before, nothing older than the present values is there.
+        for (module, name), copy in (buffers.copied() | _copies(self._noting.before)).items():
+            module._buffers[name] = copy
+
+    def __exit__(self, *error: Any) -> None:
+        for (module, name), buffer in self._kept.items():
+            module._buffers[name] = buffer
+
+
+@torch.no_grad()
+def _copies(buffers: Buffers) -> Buffers:
+    copies = {id(each): each.detach().clone() for each in buffers.values()}
+    return {key: copies[id(each)] for key, each in buffers.items()}
 
 
 class _Seen:

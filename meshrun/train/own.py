@@ -37,6 +37,7 @@ from meshrun.data.order import Order
 from meshrun.data.seeding import put_back, snapshot
 from meshrun.data.shuffle import FULL, NONE
 from meshrun.errors import UserError, described
+from meshrun.experiment import sample_of
 from meshrun.mesh import Here, start
 from meshrun.parallel.batchnorm import SYNCED, sync_batchnorms
 from meshrun.parallel.dp import apply
@@ -399,7 +400,7 @@ class Sharded:
             return
         self._tried_collate = True
         with contextlib.suppress(Exception), put_back():  # what it cannot do is told where the batch is made
-            samples = [self._loader.dataset[number] for number in range(min(2, self._loader.order.length))]
+            samples = [sample_of(self._loader.dataset, number) for number in range(min(2, self._loader.order.length))]
             before = snapshot()
             collate(samples)
             if not before.same(snapshot()):
@@ -428,7 +429,7 @@ class Sharded:
         collate = self._loader.reading.collate
         assert collate is not None
         with put_back():
-            row = self._loader.dataset[sample]
+            row = sample_of(self._loader.dataset, sample)
             return emptied(collate([row]), collate([row, row]))
 
 
