@@ -17,7 +17,6 @@ two batches that differ in one sample: the entries that differ are that sample's
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 import math
 import random
@@ -35,6 +34,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import default_collate
 
 from meshrun.experiment import Experiment, sample_of
+from meshrun.parallel.copied import copied
 from meshrun.parallel.functional import Seen, recording
 from meshrun.parallel.moment import Place
 from meshrun.parallel.placed import call
@@ -92,7 +92,7 @@ class BatchFinder:
         if self.model is None:
             return None
         sample = _sample(self.experiment, 0)
-        model = copy.deepcopy(self.model)
+        model = copied(self.model)
         batches = [self._collated([sample] * size) for size in SIZES]
         runs: list[tuple[Seen, list[Tensor]]] = []
         with _fake() as guesses:
@@ -155,7 +155,7 @@ class BatchFinder:
             inputs, targets = self._collated(samples)
             seen: Seen = []
             values: list[Tensor] = []
-            own = copy.deepcopy(model)
+            own = copied(model)
             with _plain(), recording(own, seen, values):
                 torch.manual_seed(0)
                 outputs = call(own, inputs)
@@ -284,7 +284,7 @@ def _without_values(model: nn.Module) -> nn.Module:
         kept[id(parameter)] = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
     for buffer in model.buffers():
         kept[id(buffer)] = torch.empty_like(buffer, device="meta")
-    return copy.deepcopy(model, kept).train()
+    return copied(model, kept).train()
 
 
 @contextmanager

@@ -23,7 +23,6 @@ in `decide.py`, and values come from `values.py`.
 
 from __future__ import annotations
 
-import copy
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
@@ -57,6 +56,7 @@ from meshrun.parallel.batch_dim import BatchFinder
 from meshrun.parallel.batchnorm import sync_batchnorms
 from meshrun.parallel.checkpointed import replay_checkpoints
 from meshrun.parallel.choose import Ways
+from meshrun.parallel.copied import copied
 from meshrun.parallel.demands import Demands, demands_of
 from meshrun.parallel.dropout import KEYED, Part, draws, key_dropouts
 from meshrun.parallel.functional import key_functions
@@ -112,7 +112,7 @@ def _replicated(experiment: Experiment, here: Here, how: How, moment: Moment) ->
 
 def _meshed(experiment: Experiment, here: Here, how: How, moment: Moment) -> tuple[Placed, Ways]:
     layout = here.layout
-    for axes in (("fsdp", "cp"), ("dp", "cp"), ("dp", "fsdp")):
+    for axes in (("fsdp", "cp"), ("dp", "cp"), ("dp", "fsdp"), ("dp", "fsdp", "cp")):
         here.submesh(*axes)  # all ranks form groups together, so before they take turns
     with values.laid_out(here, experiment) as plan:
         demands = demands_of(experiment, values.without_values(plan))
@@ -163,7 +163,7 @@ def _parts(
         part = (
             pp.Part(demands.model, demands.trace(), cuts, stage, here.device)
             if stages > 1
-            else pp.Whole(copy.deepcopy(demands.model))
+            else pp.Whole(copied(demands.model))
         )
         model = part.model
         if isinstance(part, pp.Part):

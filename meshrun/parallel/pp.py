@@ -16,7 +16,6 @@ buffers (running statistics) is on the stage that calls it, as one with paramete
 
 from __future__ import annotations
 
-import copy
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -32,6 +31,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from meshrun.errors import UserError
 from meshrun.experiment import Loss
+from meshrun.parallel.copied import copied
 from meshrun.parallel.placed import call
 from meshrun.parallel.placeholder import Uses, Writable, Writes, has_nan, placeholder
 
@@ -154,7 +154,7 @@ def _send_through(
 
     `used` is told of a module whose weights are used by other code.
     """
-    model = copy.deepcopy(model)
+    model = copied(model)
     buffers: dict[str, tuple[nn.Module, str, Tensor]] = {}
     uses = Uses(used)
     for name in (*segments, *outside):
@@ -389,8 +389,8 @@ class Part(nn.Module):
         """`model` is on the meta device, and is copied."""
         super().__init__()
         # Copied twice: one gets weights, the other stays without, to know the shapes of what is elsewhere.
-        self.model = copy.deepcopy(model)
-        self._shapes = [copy.deepcopy(model)]
+        self.model = copied(model)
+        self._shapes = [copied(model)]
         self._received: tuple[Tensor, ...] = ()
         self._brought: dict[int, tuple[Tensor, Tensor]] = {}
         self._spark = torch.zeros((), device=device)

@@ -14,7 +14,6 @@ No rank holds more than its own part, unless the constructor can only build the 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -31,6 +30,7 @@ from meshrun.experiment import Experiment
 from meshrun.mesh import Here
 from meshrun.parallel import memory
 from meshrun.parallel.construct import Blueprint, blueprint
+from meshrun.parallel.copied import copied
 from meshrun.parallel.held import Held
 from meshrun.parallel.masters import local
 
@@ -129,7 +129,7 @@ def refuse_other(model: object, has_values: bool) -> None:
 
 def without_values(plan: Blueprint) -> nn.Module:
     """The model on the meta device, also where the blueprint is a model that had to be built."""
-    return plan.model if plan.reason is None else copy.deepcopy(plan.model).to("meta")
+    return plan.model if plan.reason is None else copied(plan.model).to("meta")
 
 
 def allocate(parts: dict[int, nn.Module], device: torch.device) -> None:
