@@ -43,7 +43,7 @@ from meshrun.mesh import Here
 from meshrun.parallel.compiled import steps_of
 from meshrun.parallel.dp import Replicated
 from meshrun.parallel.how import How
-from meshrun.parallel.placed import Placed, call, computing
+from meshrun.parallel.placed import Placed, as_real, call, computing
 from meshrun.state.weights import save_weights
 from meshrun.train.interval import Every
 from meshrun.train.loop import Record, Trainer
@@ -317,7 +317,7 @@ class Gradients:
             grad = shard.parameter.grad
             if grad is None:
                 continue
-            square = torch.linalg.vector_norm(grad, dtype=torch.float64).item() ** 2 / shard.copies
+            square = torch.linalg.vector_norm(as_real(grad), dtype=torch.float64).item() ** 2 / shard.copies
             squares[shard.name] = squares.get(shard.name, 0.0) + square
             if self._keeps_largest:
                 size = grad.detach().abs()
@@ -336,7 +336,7 @@ class Gradients:
 
 def _local_norm(placed: Placed) -> float:
     gradients = [each.parameter.grad for each in placed.shards if each.parameter.grad is not None]
-    return math.hypot(*(torch.linalg.vector_norm(each, dtype=torch.float64).item() for each in gradients))
+    return math.hypot(*(torch.linalg.vector_norm(as_real(each), dtype=torch.float64).item() for each in gradients))
 
 
 def _norms(
@@ -381,7 +381,10 @@ def _held(placed: Placed) -> dict[str, tuple[int, float]]:
         while name in found:
             number += 1
             name = f"{shard.name} ({number})"
-        found[name] = (shard.copies, torch.linalg.vector_norm(shard.parameter.detach(), dtype=torch.float64).item())
+        found[name] = (
+            shard.copies,
+            torch.linalg.vector_norm(as_real(shard.parameter.detach()), dtype=torch.float64).item(),
+        )
     return found
 
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -54,18 +55,33 @@ def apply(
     pin = mesh.device_type == "cuda"
     kept = CPUOffloadPolicy(pin_memory=pin) if offload else OffloadPolicy()
     reshard = variant == "zero3"
+    whole = kept_whole(model)
     units = _units([each for each in segments if not _shares_parameters(each, model)])
     for unit in units:
         # What comes last in the forward pass comes first in the backward pass: it may stay for that moment.
         again = reshard and unit is not units[-1]
-        fully_shard(unit, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=kept)
+        fully_shard(
+            unit, mesh=mesh, reshard_after_forward=again, mp_policy=policy, offload_policy=kept, ignored_params=whole
+        )
         if all(isinstance(each, nn.Embedding) for each in unit):
             # The gradient of a table does not need its values.
             cast("FSDPModule", unit[0]).set_unshard_in_backward(False)
-    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=kept)
+    fully_shard(
+        model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, offload_policy=kept, ignored_params=whole
+    )
     for unit, after in itertools.pairwise(units):
         # Asked for before this one computes. In the backward pass torch does so by itself.
         cast("FSDPModule", unit[0]).set_modules_to_forward_prefetch([cast("FSDPModule", after[0])])
+
+
+def kept_whole(model: nn.Module) -> set[nn.Parameter]:
+    """Parameters that every rank keeps whole, since torch cannot cut them: single values, none at all, those that
+    are no real numbers, and those of another type than most."""
+    sizes = Counter[torch.dtype]()
+    for each in model.parameters():
+        sizes[each.dtype] += each.numel() * each.is_floating_point()
+    usual = max(sizes, key=lambda kind: sizes[kind], default=torch.float32)
+    return {each for each in model.parameters() if each.dim() == 0 or not each.numel() or each.dtype != usual}
 
 
 def mesh_of(here: Here) -> DeviceMesh:

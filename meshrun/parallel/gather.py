@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from meshrun.mesh import Here
 from meshrun.parallel.dtensor import is_dtensor
-from meshrun.parallel.placed import TYPES
+from meshrun.parallel.placed import TYPES, as_real
 
 _HEADER = 16
 
@@ -49,7 +49,7 @@ def send(tensor: Tensor, to: int) -> None:
     """Shape first."""
     about = [tensor.dim(), TYPES.index(tensor.dtype), *tensor.shape]
     dist.send(torch.tensor(about + [0] * (_HEADER - len(about))), to)
-    dist.send(tensor.contiguous(), to)
+    dist.send(as_real(tensor.contiguous()), to)
 
 
 def receive(rank: int) -> Tensor:
@@ -57,5 +57,5 @@ def receive(rank: int) -> Tensor:
     dist.recv(about, rank)
     dims, kind, *shape = about.tolist()
     tensor = torch.empty(shape[:dims], dtype=TYPES[kind])
-    dist.recv(tensor, rank)
+    dist.recv(as_real(tensor), rank)
     return tensor

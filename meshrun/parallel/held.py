@@ -32,6 +32,8 @@ class Held:
     """The dimension along which tp has split it."""
     master: nn.Parameter | None = None
     """This rank's part in fp32, where the parameter itself is bf16."""
+    sharded: bool = True
+    """Whether fsdp, where there is any, has cut it."""
 
     @property
     def local(self) -> Tensor:
@@ -44,7 +46,7 @@ class Held:
         part = whole.chunk(of)[number] if of > 1 else whole
         if self.split_dim is not None:
             part = _chunk(part, tp, self.split_dim)
-        return _chunk(part, sharded, 0) if sharded[1] > 1 else part
+        return _chunk(part, sharded, 0) if sharded[1] > 1 and self.sharded else part
 
     def where(self, tp: tuple[int, int], sharded: tuple[int, int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """The shape of the model's own parameter, and where in it this rank's part begins."""
@@ -58,7 +60,7 @@ class Held:
             first = min(step * tp[0], block[self.split_dim])
             start[self.split_dim] += first
             block[self.split_dim] = min(step, block[self.split_dim] - first)
-        if sharded[1] > 1:
+        if sharded[1] > 1 and self.sharded:
             start[0] += min(-(-block[0] // sharded[1]) * sharded[0], block[0])
         return tuple(shape), tuple(start)
 
@@ -87,7 +89,9 @@ def held_by(plain: nn.Module, parts: Mapping[int, nn.Module]) -> list[Held]:
                 whole = f"{prefix}.{source}" if prefix else source
                 if any(each.parameter is parameter for each in held):
                     continue
-                held.append(Held(own.get(whole, whole), parameter, (block, blocks), _split_dim(parameter)))
+                sharded = is_dtensor(parameter) and parameter.device_mesh.mesh_dim_names != ("tp",)
+                place = own.get(whole, whole), parameter, (block, blocks), _split_dim(parameter)
+                held.append(Held(*place, sharded=sharded))
     return held
 
 

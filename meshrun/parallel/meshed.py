@@ -59,10 +59,13 @@ class Meshed:
         self._ties = _ties(here, self.held)
         self._buffer_stages = _stages_of(here, list(self.own_buffers()))
         self.trained = [each for each in self.held if each.parameter.requires_grad]
-        self._holders_of: dict[tuple[bool, tuple[int, ...]], tuple[int, ...]] = {}
+        self._holders_of: dict[tuple[bool, bool, tuple[int, ...]], tuple[int, ...]] = {}
         self._copies_on_device: dict[tuple[int, ...], Tensor] = {}
         self.chosen: dict[str, Any] = {}
         self.shards = [self._shard(each) for each in self.trained]
+        pairs = zip(self.trained, self.shards, strict=True) if self._sharded else ()
+        self._kept_whole = [shard for each, shard in pairs if not each.sharded]
+        """Those that fsdp has not cut."""
         self.frozen = [self._shard(each) for each in self.held if not each.parameter.requires_grad]
         self._unused: set[str] | None = None
         """Parameters that no rank has a gradient of, once that is known."""
@@ -93,9 +96,10 @@ class Meshed:
         """All ranks that differ from this one only along axes that do not cut the parameter."""
         here = self.here
         stages = self._ties[held.name][0] if held.name in self._ties else (here.place("pp"),)
-        key = held.split_dim is not None, stages
+        sharded = self._sharded and held.sharded
+        key = held.split_dim is not None, sharded, stages
         if key not in self._holders_of:
-            cuts = {"fsdp", "cp"} if self._sharded else set()
+            cuts = {"fsdp", "cp"} if sharded else set()
             cuts |= {"tp"} if held.split_dim is not None else set()
             mine = here.layout.coordinates(here.rank)
             places = map(here.layout.coordinates, range(here.size))
@@ -257,9 +261,19 @@ class Meshed:
         if self._reduced is not None:
             left = [each.parameter.grad for each in self.shards if each.parameter not in done]
             summed([each for each in left if each is not None], self._reduced)
+        self._average_kept_whole()
         for name, (_, group) in self._ties.items():
             if group is not None:
                 summed(self._gradients(name), group)
+
+    def _average_kept_whole(self) -> None:
+        """What fsdp has not cut gets the mean over all replicas, as fsdp makes it of the rest."""
+        gradients = [each.parameter.grad for each in self._kept_whole if each.parameter.grad is not None]
+        if gradients:
+            mesh = self.here.submesh("dp", "fsdp", "cp")
+            assert mesh is not None
+            summed(gradients, mesh.get_group())
+            torch._foreach_div_(gradients, self._divided_by)
 
     def _sources(self) -> list[Source]:
         """Parameters whose gradients can be summed over dp and cp while others are still computed.

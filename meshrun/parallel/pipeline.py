@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from meshrun.mesh import Here
 from meshrun.parallel.later import Later
 from meshrun.parallel.moment import Moment
-from meshrun.parallel.placed import TYPES, Piece, Score, as_sums, counted, refuse_unclear
+from meshrun.parallel.placed import TYPES, Piece, Score, as_real, as_sums, counted, refuse_unclear
 from meshrun.parallel.schedule import Action, orders
 
 _MOST_TENSORS, _MOST_DIMS = 8, 6
@@ -174,7 +174,7 @@ class _Run:
         self.ready = time.perf_counter()
         training = self.scale is not None
         for each in received:
-            each.requires_grad_(training and each.is_floating_point())
+            each.requires_grad_(training and (each.is_floating_point() or each.is_complex()))
         pipeline.moment.step = step
         pipeline.moment.ids = piece.ids_on(pipeline.here.device)
         pipeline.moment.positions, pipeline.moment.length = piece.positions, piece.length
@@ -320,7 +320,7 @@ class Lane:
 
     def send(self, tensor: Tensor, peer: int) -> tuple[dist.Work, Tensor]:
         tensor = tensor.cpu() if self.through_host else tensor
-        work = dist.isend(tensor, peer, self.group, self._tag("to", peer))
+        work = dist.isend(as_real(tensor), peer, self.group, self._tag("to", peer))
         assert work is not None
         return work, tensor
 
@@ -328,7 +328,7 @@ class Lane:
         self, shape: tuple[int, ...], dtype: torch.dtype, peer: int, device: torch.device
     ) -> tuple[dist.Work, Tensor]:
         buffer = torch.empty(shape, dtype=dtype, device="cpu" if self.through_host else device)
-        work = dist.irecv(buffer, peer, self.group, self._tag("from", peer))
+        work = dist.irecv(as_real(buffer), peer, self.group, self._tag("from", peer))
         assert work is not None
         return work, buffer
 

@@ -27,8 +27,16 @@ Score = Callable[[Any, Any], Loss]
 Asked = Callable[[], float]
 """Whether this rank is asked to stop, 1 or 0: looked at just before the sums of a step are added up."""
 
-TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int32, torch.uint8, torch.bool)
+TYPES = (
+    *(torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
 """Of tensors that travel between ranks: a message says by number which it is."""
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """The same memory without complex numbers, which gloo neither sends nor receives."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 @dataclass(frozen=True)
@@ -298,7 +306,8 @@ def norms(gradients: list[Tensor]) -> Tensor:
         return torch.stack(_norms_on_device(gradients)).double()
     # On a CPU norms are added up in the order of memory: that of a large gradient would be off by 1e-5, and otherwise
     # on shards. Sums are added up in pairs.
-    wide = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in gradients]
+    real = map(as_real, gradients)
+    wide = [each.to(torch.promote_types(each.dtype, torch.float32)) for each in real]
     return torch.stack([each.square().sum() for each in wide]).double().sqrt()
 
 

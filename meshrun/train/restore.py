@@ -10,6 +10,7 @@ What names there are, and to whom a tensor belongs, is said in `state.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +50,9 @@ def check(checkpoint: Checkpoint) -> None:
 def refuse_other(trainer: Trainer, checkpoint: Checkpoint) -> None:
     """A sentence for a checkpoint of another model, or of another training."""
     names: dict[str, tuple[int, ...]] = {}
-    for each in trainer.here.gathered({f"model/{shard.name}": shard.shape for shard in weights(trainer)}):
+    for each in trainer.here.gathered(
+        {f"model/{each.name}": each.shape for each in weights(trainer) if _is_kept(each)}
+    ):
         names |= each
     saved = {name: tuple(info.shape) for name, info in checkpoint.tensors.items() if name.startswith("model/")}
     wrong = [f"{_own(name)} is not in the checkpoint" for name in names if name not in saved]
@@ -187,13 +190,18 @@ def _restore_optimizer(trainer: Trainer, checkpoint: Checkpoint) -> None:
     for shard in trainer.placed.shards:
         names = keys.get(f"optimizer/{shard.name}", [])
         optimizer.state.pop(shard.parameter, None)
-        if names:
+        if names and _is_kept(shard):
             kept = (_kept(trainer.here, checkpoint, name, shard, groups[shard.parameter]) for name in names)
             optimizer.state[shard.parameter] = dict(kept)
     for group, made, before in zip(optimizer.param_groups, trainer.made_groups, saved["groups"], strict=False):
         # What the user has changed since then is what the user wants; all else goes on as it was.
         changes = {key: value for key, value in before["now"].items() if made.get(key) == before["made"].get(key)}
         group.update({key: _like(group.get(key), value) for key, value in changes.items()})
+
+
+def _is_kept(shard: Shard) -> bool:
+    """Whether a checkpoint holds it: a tensor without elements it does not."""
+    return math.prod(shard.shape) > 0
 
 
 def _kept(here: Here, checkpoint: Checkpoint, name: str, shard: Shard, group: Mapping[str, Any]) -> tuple[str, Any]:

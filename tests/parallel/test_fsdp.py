@@ -104,16 +104,30 @@ def decaying(parameters: Any) -> torch.optim.Optimizer:
 LAYOUTS = on("fsdp=2", "fsdp=2:zero1", "fsdp=4", "dp=2,fsdp=2")
 
 
+class Temperature(nn.Module):
+    """A parameter without dimensions, which torch's fsdp does not cut."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / self.value
+
+
 @LAYOUTS
 def test_parameters_that_the_ranks_do_not_divide_are_exact(layout: str):
-    """Three rows for four ranks: one of them holds nothing."""
+    """Three rows for four ranks: one of them holds nothing. One number: each of them holds it."""
 
     def odd() -> nn.Module:
-        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3))
+        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3), Temperature())
 
     here = start(layout)
     placed = build(small(20, 7, model=odd), here, How())
-    assert sum(here.gathered(bytes_of(each.parameter for each in placed.shards))) == here.layout.dp * 4 * 100
+    assert (
+        sum(here.gathered(bytes_of(each.parameter for each in placed.shards)))
+        == here.layout.dp * 4 * 100 + here.size * 4
+    )
     assert_trains_plainly(here, odd)
 
 

@@ -43,7 +43,7 @@ def test_a_weight_that_only_other_ranks_use_has_a_gradient_of_zeros_here(placed:
     placed.trained = [SimpleNamespace(parameter=each, master=None) for each in weights.values()]
     placed.shards = [SimpleNamespace(name=name, parameter=each) for name, each in weights.items()]
     placed._copied, placed._unused, placed._partial, placed._ties = [], {"nowhere"}, set(), {}
-    placed._sharded, placed._sums, placed._reduced = False, None, None
+    placed._sharded, placed._sums, placed._reduced, placed._kept_whole = False, None, None, []
     placed._finish_gradients()
     found = [None if each.grad is None else each.grad.tolist() for each in weights.values()]
     assert found == [[1.0, 1.0], [0.0, 0.0], None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,33 @@ class Positions(nn.Module):
         return x + self.pe[: x.shape[1]]
 
 
+class Odd(nn.Module):
+    """Parameters that torch's fsdp does not cut, and a weight that is computed before each forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings(category=FutureWarning, action="ignore"):
+            self.normed = nn.utils.weight_norm(nn.Linear(8, 8))
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.nothing = nn.Parameter(torch.zeros(3, 0))
+        self.wide = nn.Parameter(torch.ones(8, dtype=torch.float64))
+        self.turn = nn.Parameter(torch.polar(torch.ones(4), torch.arange(4.0)))
+        self.order = nn.Parameter(torch.arange(7, -1, -1), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        turned = torch.view_as_complex(x.reshape(*x.shape[:-1], 4, 2).contiguous()) * self.turn
+        x = x + self.scale * self.normed(torch.view_as_real(turned).flatten(-2))
+        return x[..., self.order] * self.wide.float() + self.nothing.sum()
+
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.odd = Odd()
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
+        x = self.odd(x)
         turned = torch.view_as_real(torch.view_as_complex(x.reshape(*x.shape[:-1], 4, 2)) * turns).flatten(-2)
         return x + self.down(self.up(turned).tanh())
 
