@@ -317,13 +317,12 @@ def _covering(demands: Demands, config: RunConfig, left_out: dict[str, str]) -> 
 def _objection(demands: Demands, layout: Layout, how: How) -> str | None:
     """Why the program cannot be trained on a layout, or None."""
     from meshrun.parallel.how import refuse_how
-    from meshrun.train.optim import refuse_unless_by_element
+    from meshrun.train.optim import refuse_unless_separate
 
     try:
         demands.refuse(layout)
         refuse_how(demands.experiment, layout, how)
-        if layout.fsdp * layout.tp > 1:
-            refuse_unless_by_element(demands.experiment.optimizer, str(layout))
+        refuse_unless_separate(demands.experiment.optimizer, layout)
     except UserError as error:
         return str(error).removesuffix(" (--layout)")
     return None

@@ -48,7 +48,7 @@ from meshrun.train.data_wait import Tally
 from meshrun.train.evaluate import Scores, at_once, evaluate, fitting_on
 from meshrun.train.in_backward import refuse_in_backward
 from meshrun.train.keeper import Keeper
-from meshrun.train.optim import make, set_learning_rate
+from meshrun.train.optim import make, set_learning_rate, trained_by
 from meshrun.train.reading import reading_for
 from meshrun.train.recovery import Keeping
 from meshrun.train.refusals import refuse_settings
@@ -143,7 +143,7 @@ class Trainer:
         refuse_in_backward(experiment, self.here.layout, how, inspect is not None, self.policy.looks_first)
         self.placed = _built(experiment, self.here, how)
         self.model = self.placed.model
-        self.optimizer = make(experiment.optimizer, [each.parameter for each in self.placed.shards], lr_scale)
+        self.optimizer = make(experiment.optimizer, trained_by(self.placed, self.here), lr_scale)
         if how.states == "8bit":
             in_eight_bits(self.optimizer)
         self.made_groups = [plain(group) for group in self.optimizer.param_groups]

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import io
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +20,31 @@ from torch.optim import Optimizer
 
 from meshrun.errors import SharedError, UserError
 from meshrun.experiment import Schedule
-from meshrun.parallel.placed import norms
+from meshrun.layout import Layout
+from meshrun.mesh import Here
+from meshrun.parallel.placed import Placed, norms
 
 ROUNDING = 1e-6
 """How far below 0 a schedule may end by the rounding of its own formula; the rate is 0 then."""
+
+
+class Elsewhere(nn.Parameter):
+    """Stands for a parameter of another stage, so that users group parameters alike on all stages; it is one number."""
+
+
+def elsewhere(parameter: Tensor, device: torch.device) -> Elsewhere:
+    return Elsewhere(torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape))
+
+
+def trained_by(placed: Placed, here: Here) -> list[nn.Parameter]:
+    """What the model trains, in its order; only what is on this rank has values."""
+    own: dict[str, Sequence[nn.Parameter]] = {}
+    for shard in placed.shards:
+        own[shard.name] = [*own.get(shard.name, ()), shard.parameter]
+    if here.layout.pp > 1:
+        trained = {name: each for name, each in placed.whole.named_parameters() if each.requires_grad}
+        own = {name: [elsewhere(each, here.device)] for name, each in trained.items()} | own
+    return [each for parameters in own.values() for each in parameters]
 
 
 def make(
@@ -51,6 +73,7 @@ def make(
                 f"the optimizer {type(made).__name__} has the learning rate {shown!r:.60}; it must be a finite number "
                 f"of at least 0"
             )
+    _forget_elsewhere(made)
     closure = inspect.signature(made.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise UserError(
@@ -66,29 +89,81 @@ def make(
     return made
 
 
-def refuse_unless_by_element(optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], layout: str) -> None:
-    """Refuse an optimizer that treats a matrix as a whole where ranks hold parts of it, by trying it on two halves."""
+def _forget_elsewhere(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for each in (each for each in group["params"] if isinstance(each, Elsewhere)):
+            optimizer.state.pop(each, None)
+        group["params"] = [each for each in group["params"] if not isinstance(each, Elsewhere)]
+
+
+def refuse_unless_separate(optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], layout: Layout) -> None:
+    """Refuse an optimizer that makes other updates of what ranks hold, by trying it on a matrix and a vector."""
+    if layout.size == 1:
+        return
+    for shapes in ((6, 4), (6,)), ((6, 4),):  # some are for matrices alone
+        with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+            name, objection = _objection(optimizer, layout, shapes)
+            break
+    else:
+        return  # what is wrong with it is told where it is made
+    if objection is not None:
+        raise SharedError(f"the optimizer {name} {objection} (--layout)")
+
+
+def _objection(
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer], layout: Layout, shapes: Sequence[tuple[int, ...]]
+) -> tuple[str, str | None]:
+    """The optimizer's name, and what it does that cannot go with this layout."""
     generator = torch.Generator().manual_seed(0)
-    start = torch.randn(6, 4, generator=generator)
-    whole, halves = nn.Parameter(start.clone()), [nn.Parameter(half.clone()) for half in start.chunk(2)]
-    try:
-        for _ in range(3):
-            whole.grad = torch.randn(6, 4, generator=generator)
-            for half, gradient in zip(halves, whole.grad.chunk(2), strict=True):
-                half.grad = gradient.clone()
-        one, two = optimizer([whole]), optimizer(halves)
-        for _ in range(3):
-            one.step()
-            two.step()
-        same = torch.allclose(whole, torch.cat(list(halves)), rtol=1e-5, atol=1e-7)
-    except TypeError:
-        same = False  # its step wants something that only a whole model can give
-    if not same:
-        name = type(optimizer([nn.Parameter(start.clone())])).__name__
-        raise SharedError(
-            f"the optimizer {name} does not update each element by itself, but on layout '{layout}' a rank holds only "
-            f"parts of matrices; use one that does, such as AdamW or SGD, or a layout of dp and pp only (--layout)"
+    start, *gradients = [[torch.randn(shape, generator=generator) for shape in shapes] for _ in range(4)]
+    name = ""
+    cut = layout.fsdp * layout.tp > 1
+
+    def on(rank: int, tensors: Sequence[Tensor]) -> list[Tensor | None]:
+        """What the one or the other of two ranks has of these."""
+        if cut:
+            return [each.chunk(2)[rank] for each in tensors]
+        return [each if layout.pp == 1 or number % 2 == rank else None for number, each in enumerate(tensors)]
+
+    def updated(start: Sequence[Tensor | None], *gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        nonlocal name
+        held = [
+            elsewhere(torch.zeros(shape), torch.device("cpu")) if each is None else nn.Parameter(each.clone())
+            for each, shape in zip(start, shapes, strict=True)
+        ]
+        made = optimizer(held)
+        name = type(made).__name__
+        _forget_elsewhere(made)
+        for step in gradients:
+            for each, gradient in zip(held, step, strict=True):
+                each.grad = None if gradient is None else gradient.clone()
+            made.step()
+        return [None if isinstance(each, Elsewhere) else each.detach() for each in held]
+
+    with torch.random.fork_rng(devices=[]):
+        before = torch.get_rng_state()
+        try:
+            whole = [each for each in updated(start, *gradients) if each is not None]
+            drawn = not torch.equal(before, torch.get_rng_state())
+            ranks = [updated(on(rank, start), *(on(rank, each) for each in gradients)) for rank in range(2)]
+            pairs = [pair for rank, held in enumerate(ranks) for pair in zip(on(rank, whole), held, strict=True)]
+            same = all(a is None or b is None or torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in pairs)
+        except TypeError:  # its step wants something that only a whole model can give
+            drawn, same = False, not cut
+    if drawn:
+        return name, f"draws random numbers, which are others on each rank of layout '{layout}'; use one that does not"
+    if same:
+        return name, None
+    if cut:
+        return name, (
+            f"does not update each element by itself, but on layout '{layout}' a rank holds only parts of matrices; "
+            f"use one that does, such as AdamW or SGD (Experiment(clip=…) clips by the whole norm), or a layout of dp "
+            f"and pp only"
         )
+    return name, (
+        f"does not update each parameter by itself, but on layout '{layout}' a rank holds only some of them; use one "
+        f"that does, such as AdamW or SGD (Experiment(clip=…) clips by the whole norm), or a layout of dp only"
+    )
 
 
 def _can_fuse(group: dict[str, object]) -> bool:

@@ -13,7 +13,7 @@ from meshrun.layout import Layout
 from meshrun.parallel.demands import demands_of
 from meshrun.parallel.how import How, refuse_how
 from meshrun.train.in_backward import refuse_in_backward
-from meshrun.train.optim import refuse_unless_by_element
+from meshrun.train.optim import refuse_unless_separate
 
 
 def refuse(experiment: Experiment, layout: Layout, how: How) -> None:
@@ -27,5 +27,4 @@ def refuse_settings(experiment: Experiment, layout: Layout, how: How) -> None:
     experiment.refuse_impossible_length()
     refuse_how(experiment, layout, how)
     refuse_in_backward(experiment, layout, how, shown=False, looks_first=False)
-    if layout.fsdp * layout.tp > 1:
-        refuse_unless_by_element(experiment.optimizer, str(layout))
+    refuse_unless_separate(experiment.optimizer, layout)

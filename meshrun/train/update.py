@@ -56,7 +56,7 @@ class Plain:
 
     @classmethod
     def of(cls, optimizer: Optimizer, placed: Placed) -> Plain:
-        on_gpu = all(each.parameter.is_cuda for each in placed.shards)
+        on_gpu = bool(placed.shards) and all(each.parameter.is_cuda for each in placed.shards)
         fused = Fused(optimizer) if on_gpu and is_bare(optimizer) else None
         return cls(optimizer, placed, [each for each in placed.shards if each.copy is not None], fused)
 
@@ -90,6 +90,8 @@ class Plain:
     def forget(self) -> None:
         self.placed.collect()
         self.optimizer.zero_grad()
+        for each in self.placed.shards:  # also what the optimizer was not given, which would add up
+            each.parameter.grad = None
 
 
 def scale(gradients: list[Tensor], factor: float | Tensor) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer, RMSprop
 
-from meshrun import Here, Schedule, UserError
+from meshrun import Here, Schedule, UserError, mesh
 from meshrun.errors import SharedError
 from meshrun.layout import parse
 from meshrun.parallel.how import How
@@ -23,12 +23,13 @@ from meshrun.train.optim import (
     make,
     norm_now,
     norm_on_device,
-    refuse_unless_by_element,
+    refuse_unless_separate,
     set_learning_rate,
 )
 from meshrun.train.refusals import refuse_settings
 from meshrun.train.update import scale
-from tests.train.small import small
+from tests.compare import difference
+from tests.train.small import plainly, small, small_net, trained
 
 
 def rates(schedule: Schedule, steps: int) -> list[float]:
@@ -187,14 +188,14 @@ class NeedsAModel(SGD):
 
 @pytest.mark.parametrize("kind", [SGD, AdamW, RMSprop])
 def test_optimizers_that_update_each_element_by_itself_go_with_parts_of_matrices(kind: Any):
-    refuse_unless_by_element(lambda parameters: kind(parameters, lr=0.1), "fsdp=2")
+    refuse_unless_separate(lambda parameters: kind(parameters, lr=0.1), parse("fsdp=2"))
 
 
 @pytest.mark.parametrize("kind", [ByNorm, LaterByNorm, NeedsAModel])
 def test_optimizers_that_need_whole_matrices_are_refused_where_ranks_hold_parts(kind: Any):
     said = rf"the optimizer {kind.__name__} does not update each element by itself, but on layout 'fsdp=2'"
     with pytest.raises(SharedError, match=said):
-        refuse_unless_by_element(lambda parameters: kind(parameters, lr=0.1), "fsdp=2")
+        refuse_unless_separate(lambda parameters: kind(parameters, lr=0.1), parse("fsdp=2"))
 
 
 @pytest.mark.parametrize(("layout", "refused"), [("tp=2", True), ("fsdp=2", True), ("dp=2", False), ("pp=2", False)])
@@ -205,6 +206,78 @@ def test_such_optimizers_are_refused_on_all_layouts_that_cut_matrices(layout: st
             refuse_settings(experiment, parse(layout), How())
     else:
         refuse_settings(experiment, parse(layout), How())
+
+
+class ByWholeNorm(SGD):
+    def step(self, closure: Any = None) -> None:
+        norm = nn.utils.get_total_norm([each.grad for group in self.param_groups for each in group["params"]])
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.grad.div_(norm)
+        super().step(closure)
+
+
+class Shaken(SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        with torch.no_grad():
+            for each in self.param_groups[0]["params"]:
+                each.add_(torch.randn_like(each), alpha=1e-3)
+
+
+class VectorsByNorm(SGD):
+    def step(self, closure: Any = None) -> None:
+        for each in self.param_groups[0]["params"]:
+            if each.dim() == 1:
+                each.grad.div_(each.grad.norm())
+        super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "what"),
+    [
+        (ByWholeNorm, "fsdp=2", "does not update each element by itself"),
+        (ByWholeNorm, "pp=2", "does not update each parameter by itself"),
+        (VectorsByNorm, "tp=2", "does not update each element by itself"),
+        (Shaken, "dp=2", "draws random numbers, which are others on each rank"),
+    ],
+)
+def test_optimizers_that_would_update_ranks_apart_are_refused(kind: Any, layout: str, what: str):
+    before = torch.get_rng_state()
+    with pytest.raises(SharedError, match=f"the optimizer {kind.__name__} {what}"):
+        refuse_unless_separate(lambda parameters: kind(parameters, lr=0.1), parse(layout))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def by_depth(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return AdamW([{"params": [each], "lr": 0.1 / (1 + place)} for place, each in enumerate(parameters)], fused=True)
+
+
+def frozen_net() -> nn.Module:
+    model = small_net()
+    model[0].requires_grad_(False)
+    return model
+
+
+def test_optimizers_that_tell_parameters_by_their_place_go_with_all_layouts():
+    for layout in ("dp=2", "fsdp=2", "pp=2"):
+        refuse_unless_separate(by_depth, parse(layout))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("changes", [{"optimizer": by_depth}, {"model": frozen_net}], ids=["by depth", "frozen"])
+def test_stages_group_parameters_as_one_process_does_and_may_have_none_to_train(changes: dict[str, Any]):
+    mesh.use(mesh.Meeting(layout="pp=2", device="cpu"))
+    found, wanted = trained(Trainer(small(24, 8, **changes), mesh.start())), plainly(small(24, 8, **changes))
+    assert difference((found.losses, found.grad_norms), (wanted.losses, wanted.grad_norms)) < 1e-5
+
+
+@pytest.mark.ranks(1)
+def test_what_the_optimizer_was_not_given_does_not_add_up():
+    experiment = small(24, 8, optimizer=lambda parameters: SGD([p for p in parameters if p.dim() > 1], lr=0.3))
+    trainer = Trainer(experiment, mesh.start())
+    for _ in trainer.steps():
+        assert all(each.parameter.grad is None for each in trainer.placed.shards)
 
 
 def settings(optimizer: Callable[..., Optimizer], parameters: list[nn.Parameter]) -> tuple[object, object]:

@@ -165,11 +165,14 @@ def changing_evaluation() -> Experiment:
 
 
 class Clipping(torch.optim.SGD):
-    """Clips what its rank holds."""
+    """Clips what its rank holds, later than any trial of the optimizer goes."""
+
+    count = 0
 
     def step(self, closure: Any = None) -> Any:
+        self.count += 1
         for group in self.param_groups:
-            nn.utils.clip_grad_norm_(group["params"], 0.2)
+            nn.utils.clip_grad_norm_(group["params"], 0.2 if self.count > 3 else 1e6)
         return super().step(closure)
 
 
