@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from meshrun.parallel import sdpa
-from meshrun.parallel.sdpa import PLAIN, attention, by_cudnn, cudnn_is_best, use_cudnn
+from meshrun.parallel.sdpa import attention, by_cudnn, cudnn_is_best, use_cudnn
 from meshrun.recipes.llama import Llama, Shape
 
 GOOD: dict[str, Any] = {
@@ -31,7 +31,7 @@ GOOD: dict[str, Any] = {
 def as_it_was() -> Iterator[None]:
     """What a test replaces is torch's own again after it."""
     yield
-    F.scaled_dot_product_attention = PLAIN
+    F.scaled_dot_product_attention = sdpa.PLAIN
     torch.backends.cuda.enable_cudnn_sdp(True)
     sdpa._capable.clear()
 
@@ -70,16 +70,16 @@ def test_all_else_is_for_torch(changes: dict[str, Any]):
 
 
 def test_on_a_cpu_nothing_is_replaced():
-    assert not use_cudnn(torch.device("cpu")) and F.scaled_dot_product_attention is PLAIN
+    assert not use_cudnn(torch.device("cpu")) and F.scaled_dot_product_attention is sdpa.PLAIN
 
 
 def test_what_is_not_for_cudnn_is_what_torch_computes():
     sdpa._capable[None] = (9, 0)
     q, k = torch.randn(2, 4, 16, 8), torch.randn(2, 2, 16, 8)
-    wanted = PLAIN(q, k, k, is_causal=True, scale=0.3, enable_gqa=True)
+    wanted = sdpa.PLAIN(q, k, k, is_causal=True, scale=0.3, enable_gqa=True)
     assert torch.equal(attention(q, k, k, is_causal=True, scale=0.3, enable_gqa=True), wanted)
     mask = torch.rand(16, 16) > 0.3
-    assert torch.equal(attention(q, q, q, mask), PLAIN(q, q, q, mask))
+    assert torch.equal(attention(q, q, q, mask), sdpa.PLAIN(q, q, q, mask))
 
 
 def test_gradients_of_heads_that_are_shared_have_their_shapes():
@@ -113,7 +113,7 @@ def test_on_a_gpu_values_and_gradients_are_those_of_plain_arithmetic(tokens: int
     assert any("cudnn_attention" in event.key for event in seen.key_averages())
     exact = [each.detach().float().requires_grad_() for each in inputs]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        plain = PLAIN(*exact, is_causal=causal, enable_gqa=True)
+        plain = sdpa.PLAIN(*exact, is_causal=causal, enable_gqa=True)
     wanted = torch.autograd.grad((plain * weights).sum(), exact)
     for a, b in zip((out, *found), (plain, *wanted), strict=True):
         assert torch.isfinite(a).all()
