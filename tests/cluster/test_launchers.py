@@ -6,6 +6,7 @@ training, which has to import torch in every process, once a launcher and with f
 
 from __future__ import annotations
 
+import functools
 import json
 import shlex
 import shutil
@@ -40,6 +41,7 @@ PLACES = [
     pytest.param(OPENMPI, "openmpi", id="mpirun"),
     pytest.param(HYDRA, "pmi", id="mpiexec"),
 ]
+every = functools.partial(pytest.param, marks=pytest.mark.every)
 TRAINING = ("run", "digits", "--steps", 20, "--width", 16, "--eval-first", 501, "--no-tensorboard", "--json")
 
 
@@ -115,8 +117,16 @@ def of_one_process(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     ("launcher", "words", "begin", "options", "world"),
     [
         pytest.param(ONE_A_NODE, (), from_a_shell, ("--gpus-per-task=1",), 2, id="srun-one-gpu-visible"),
-        pytest.param(ONE_A_NODE, ("--procs", "2"), in_sbatch, ("--gres=gpu:2",), 4, id="agents-in-sbatch"),
-        pytest.param(TORCHRUN, (), in_sbatch, ("--gres=gpu:2",), 2, id="torchrun-in-sbatch"),
+        pytest.param(
+            ONE_A_NODE,
+            ("--procs", "2"),
+            in_sbatch,
+            ("--gres=gpu:2",),
+            4,
+            id="agents-in-sbatch",
+            marks=pytest.mark.every,
+        ),
+        pytest.param(TORCHRUN, (), in_sbatch, ("--gres=gpu:2",), 2, id="torchrun-in-sbatch", marks=pytest.mark.every),
         pytest.param(OPENMPI_ONE_A_NODE, (), in_sbatch, (), 2, id="mpirun-in-sbatch"),
         pytest.param(HYDRA_ONE_A_NODE, (), from_a_shell, (), 2, id="mpiexec"),
     ],

@@ -112,6 +112,7 @@ def test_a_node_that_is_cut_off_comes_back_and_one_without_power_is_missed_and_n
     assert "now 2 nodes (n1, n2) with 4 ranks take part" in training.said
 
 
+@pytest.mark.every  # tests/launch/test_head.py has what the first node decides
 def test_a_layout_that_holds_with_all_nodes_only_waits_for_the_one_that_is_cut_off(
     cluster: Cluster, tmp_path: Path, undisturbed: dict[str, Any]
 ):

@@ -435,7 +435,9 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Result, s
         mesh.use(mesh.Meeting())
 
 
-@pytest.mark.parametrize("layout, then, ranks", [("dp=2", "dp=3", 3), ("fsdp=2", "dp=1", 1)])
+@pytest.mark.parametrize(
+    "layout, then, ranks", [pytest.param("dp=2", "dp=3", 3, marks=pytest.mark.every), ("fsdp=2", "dp=1", 1)]
+)
 def test_ranks_train_as_one_process_and_others_go_on(
     layout: str, then: str, ranks: int, tmp_path: Path, wanted: tuple[Result, str]
 ):

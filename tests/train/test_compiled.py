@@ -73,7 +73,11 @@ def test_like_blocks_share_a_graph_whose_dropout_is_that_of_each(wanted: Result,
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(each, marks=pytest.mark.ranks(2, timeout=180), id=each) for each in ("fsdp=2", "tp=2")]
+    "layout",
+    [
+        pytest.param("fsdp=2", marks=pytest.mark.ranks(2, timeout=180)),
+        pytest.param("tp=2", marks=[pytest.mark.ranks(2, timeout=180), pytest.mark.every]),
+    ],
 )
 def test_compiled_segments_go_with_other_axes(layout: str, wanted: Result):
     """What is on its way when it enters a compiled block would give a wrong gradient of the embedding."""
