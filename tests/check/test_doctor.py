@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -21,7 +22,7 @@ import pytest
 from meshrun.check.doctor import listener as listener_module
 from meshrun.check.doctor.exchange import FOLDER, Exchange, ports_of
 from meshrun.check.doctor.listener import Listener, ask
-from meshrun.check.doctor.reading import cpuset, fabric, filesystem
+from meshrun.check.doctor.reading import core_is_file, cpuset, fabric, filesystem, folder
 from meshrun.world import World
 from tests.launch.command import Ended, meshrun
 from tests.launch.test_strangers import as_nobody
@@ -249,6 +250,20 @@ def test_what_the_system_says_is_read(tmp_path: Path):
     (tmp_path / "job").mkdir()
     (tmp_path / "job" / "cpuset.cpus.effective").write_text("0-3,8,10-11\n")
     assert cpuset(tmp_path, tmp_path / "cgroup") == 7
+    for text, is_file in (("core.%p\n", True), ("|/usr/lib/systemd/systemd-coredump %P\n", False), ("\n", False)):
+        (tmp_path / "core_pattern").write_text(text)
+        assert core_is_file(tmp_path / "core_pattern") is is_file
+    assert not core_is_file(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(("table", "left"), [(100, 7), (0, -1)])
+def test_file_systems_without_a_table_of_files_have_room_for_any_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, table: int, left: int
+):
+    space = SimpleNamespace(f_bavail=3, f_frsize=4096, f_files=table, f_favail=7 if table else 0)
+    monkeypatch.setattr(os, "statvfs", lambda _: space)
+    found = folder(tmp_path)
+    assert (found.error, found.free, found.free_files) == ("", 3 * 4096, left)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user to try this")

@@ -261,6 +261,11 @@ WRONG: dict[str, tuple[Callable[[Case], Case], str, list[str]]] = {
         "versions",
         ["torch is 2.11.0 on n2 and 2.13.0 elsewhere"],
     ),
+    "one rank with another version": (
+        lambda case: changed(case, (0,), versions={"python": "3.11.2", "torch": "2.11.0"}),
+        "versions",
+        ["torch is 2.11.0 on n1 and 2.13.0 elsewhere"],
+    ),
     "slow GPU": (
         lambda case: replace(
             case, rounds=[[*works[:3], replace(works[3], rate=4e14)] for works in [case.rounds[0]] * 3]

@@ -184,13 +184,18 @@ def filesystem(path: Path, mounts: Path = Path("/proc/self/mounts")) -> str:
 
 
 def _limits() -> Limits:
-    pattern = _or(Path("/proc/sys/kernel/core_pattern").read_text, "").strip()
     return Limits(
         files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         core=resource.getrlimit(resource.RLIMIT_CORE)[0],
-        core_is_file=bool(pattern) and not pattern.startswith("|"),
+        core_is_file=core_is_file(),
         locked=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
     )
+
+
+def core_is_file(pattern: Path = Path("/proc/sys/kernel/core_pattern")) -> bool:
+    """Whether the core of a process that crashes becomes a file; else a program takes it, or nobody does."""
+    text = _or(pattern.read_text, "").strip()
+    return bool(text) and not text.startswith("|")
 
 
 def _caches(asked: grants.Settings) -> Caches:
