@@ -15,7 +15,8 @@ import torch
 from safetensors.numpy import load_file
 
 from meshrun import TokenFile
-from meshrun.data.sources import source
+from meshrun.data.samples import may_draw
+from meshrun.data.sources import source, tokens
 from meshrun.data.sources.token_format import read_layout, sha256_of_numbers, write
 from meshrun.errors import BadSample, RunFailed, UserError
 
@@ -63,6 +64,8 @@ def test_a_sample_is_a_row_of_the_batch(file: Path):
         assert torch.equal(ours["documents"], inputs["documents"][row])
     with pytest.raises(IndexError):
         data[len(data)]
+    assert torch.equal(data[-1][1], data[len(data) - 1][1])
+    assert not may_draw(data, None), "a thread may read them"
     for wrong in (-1, len(data)):
         with pytest.raises(IndexError, match=f"there is no sample {wrong}"):
             data.batch_of([0, wrong])
@@ -76,16 +79,18 @@ def test_documents_are_chosen_as_from_a_list(file: Path):
     assert {head.fingerprint, tail.fingerprint}.isdisjoint({TokenFile(file, 5, cross=True).fingerprint})
 
 
-def test_windows_of_another_context_are_other_data(file: Path):
+def test_windows_of_another_context_or_of_other_documents_are_other_data(file: Path):
     five, six, again = (TokenFile(file, context, most=10, cross=True).fingerprint for context in (5, 6, 6))
     assert five != six == again
+    chosen = [TokenFile(file, 5, most=1, documents=slice(first, last)) for first, last in ((0, 9), (1, 9), (1, 10))]
+    assert len({each.fingerprint for each in chosen}) == 3
 
 
 def test_most_keeps_windows_that_are_evenly_spread(file: Path):
     some = TokenFile(file, 5, most=10, cross=True)
     first = [int(some[index][0][0]) for index in range(len(some))]
     assert len(first) == 10 and first[0] == 1
-    assert set(np.diff(first)) <= {45, 50}  # of 99 windows every ninth or tenth
+    assert set(np.diff(first)) == {45, 50}  # of 99 windows every ninth or tenth
 
 
 def test_the_file_is_one_that_safetensors_reads_and_says_its_own_sum(file: Path):
@@ -152,6 +157,13 @@ def test_a_token_beyond_the_vocabulary_is_a_bad_sample_and_others_are_not(file: 
     ):
         data.batch_of([9, 4])
     data.batch_of([9, 3])
+
+
+def test_a_reader_that_is_sent_the_dataset_of_a_file_that_was_written_anew_refuses_it(file: Path):
+    sent = pickle.dumps(TokenFile(file, 7))
+    write(file, [np.arange(60) % 7], np.array([60]), vocabulary=600)
+    with pytest.raises(RunFailed, match=r"some\.tokens has changed .*its header is another one"):
+        pickle.loads(sent).batch_of([0])
 
 
 @pytest.mark.parametrize("change", ["shorter", "written anew", "replaced", "removed"])
@@ -294,3 +306,14 @@ def test_a_gap_between_the_tensors_is_a_sentence(file: Path):
     file.write_bytes(struct.pack("<Q", len(text)) + text + body[:end] + bytes(8) + body[end:])
     with pytest.raises(UserError, match="is not a token file"):
         TokenFile(file, 7)
+
+
+@pytest.mark.parametrize(
+    ("starts", "chosen"), [([0, 5, 3, 9], (2, 3)), ([0, 5, 3, 9], (0, 1)), ([0, 3, 12, 9], (0, 1))]
+)
+def test_a_choice_next_to_documents_that_do_not_follow_each_other_is_refused(
+    starts: list[int], chosen: tuple[int, int]
+):
+    """One of the numbers between them is wrong, and nobody knows which one."""
+    with pytest.raises(UserError, match="token file x is damaged: its document 1 spans"):
+        tokens._checked(Path("x"), np.array(starts), *chosen, 9)

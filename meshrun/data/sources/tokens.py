@@ -203,7 +203,7 @@ def _checked(path: Path, starts: NDArray[np.int64], first: int, last: int, token
     for at in range(begin, end - 1, _CHECKED_TOGETHER):
         block = starts[at : min(at + _CHECKED_TOGETHER + 1, end)]
         if (falls := block[1:] < block[:-1]).any() or block[0] < 0 or block[-1] > tokens:
-            number = at + int(falls.argmax())
+            number = at + int((falls | (block[:-1] < 0) | (block[1:] > tokens)).argmax())
             raise UserError(
                 f"token file {path} is damaged: its document {number:,} spans tokens {starts[number]:,} to "
                 f"{starts[number + 1]:,} of {tokens:,}; {cure}"
