@@ -128,6 +128,15 @@ def test_a_training_that_finds_no_checkpoint_of_its_own_says_why(found: str | No
     assert _resumed(trainer) == (found or "there is no checkpoint")
 
 
+def test_weights_of_a_resumed_training_have_the_running_statistics_of_all_ranks():
+    done: list[str] = []
+    placed = SimpleNamespace(agree_on_buffers=lambda: done.append("agreed"))
+    trainer: Any = SimpleNamespace(
+        resume=lambda: {"step": 1}, steps=lambda: (done.append(str(step)) for step in (2, 3)), placed=placed
+    )
+    assert _resumed(trainer) is None and done == ["2", "3", "agreed"]
+
+
 @pytest.mark.parametrize("change", [{"saved": None}, {"saved": 3, "unsaved": "the disk is full"}])
 def test_a_training_without_a_checkpoint_is_not_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]

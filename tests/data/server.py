@@ -28,6 +28,8 @@ class Server:
         """Addresses that are answered for a path."""
         self.named = True
         """Whether files have an ETag, without which a beginning cannot be gone on with."""
+        self.weak = ""
+        """`W/` for ETags that promise the same meaning, and not the same bytes."""
         self.goes_on_from: int | None = None
         """Where the next answer to a Range begins, whatever was asked for."""
         self.range_of: int | None = None
@@ -57,7 +59,7 @@ class Server:
         if self.statuses or data is None:
             request.send_error(self.statuses.pop(0) if self.statuses else 404)
             return
-        tag = f'"{hashlib.md5(data).hexdigest()}"'
+        tag = f'{self.weak}"{hashlib.md5(data).hexdigest()}"'
         start = 0
         if wanted and request.headers["If-Range"] == tag:
             start = int(wanted.removeprefix("bytes=").rstrip("-")) if self.goes_on_from is None else self.goes_on_from

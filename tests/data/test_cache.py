@@ -108,15 +108,16 @@ def test_a_folder_that_cannot_be_written_to_is_told(original: Path, places: list
     assert "Not a directory" in told and str(original) in told and "(--cache)" in told
 
 
+@pytest.mark.parametrize("grows", [True, False])
 def test_a_file_that_changes_while_it_is_copied_fails_the_run(
-    original: Path, tmp_path: Path, places: list[str], monkeypatch: pytest.MonkeyPatch
+    original: Path, tmp_path: Path, places: list[str], monkeypatch: pytest.MonkeyPatch, grows: bool
 ):
     cache.use(tmp_path / "node", None, places.append)
     copy = cache.shutil.copyfile
 
     def meddled(source: Path, to: Path) -> None:
         copy(source, to)
-        original.write_bytes(b"more")
+        original.write_bytes(original.read_bytes() + b"more" * grows)
 
     monkeypatch.setattr(cache.shutil, "copyfile", meddled)
     with pytest.raises(RunFailed, match="has changed while it was being copied"):

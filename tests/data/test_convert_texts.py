@@ -28,7 +28,7 @@ from meshrun.data.convert import texts as reading
 from meshrun.data.convert import to_tokens as module
 from meshrun.data.convert import tokenizing
 from meshrun.data.convert.inputs import Input, files_below, opened
-from meshrun.data.convert.parts import unwritable
+from meshrun.data.convert.parts import Filled, kept_parts, unwritable, whole_part, write_part
 from meshrun.data.convert.result import Converted, checked
 from meshrun.data.convert.texts import _READ
 from meshrun.data.convert.to_tokens import Texts, to_tokens
@@ -288,6 +288,24 @@ def test_parts_of_other_inputs_or_options_are_not_used(folder: Path, tokenizer: 
     said = "1790/00.txt has changed" if change == "inputs" else "skip_bad is True and was False"
     assert made.resumed == 0 and "starting anew" in notes.lines[0] and said in notes.lines[0]
     assert made.sha256 == convert(folder, tmp_path / "fresh.tokens", tokenizer=tokenizer).sha256
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "said"),
+    [
+        ({}, {"skip_bad": False}, "skip_bad is False and was absent"),
+        ({"skip_bad": False}, {}, "skip_bad is absent and was False"),
+    ],
+)
+def test_parts_of_a_version_with_other_options_are_not_used(
+    tmp_path: Path, then: dict[str, Any], now: dict[str, Any], said: str
+):
+    notes = Notes()
+    with kept_parts(tmp_path / "news.tokens", then, [], notes) as parts:
+        write_part(parts.folder, 0, lambda _: Filled({}, {}))
+    with kept_parts(tmp_path / "news.tokens", now, [], notes) as parts:
+        assert whole_part(parts.folder, 0) is None
+    assert [line.endswith(f"without the 1 parts of an earlier start: {said}") for line in notes.lines] == [True]
 
 
 def test_a_full_disk_is_a_sentence_and_parts_stay(folder: Path, tokenizer: Path, tmp_path: Path):

@@ -69,6 +69,7 @@ def test_rows_that_only_fill_up_are_samples_of_the_batch_and_never_count(cut: Cu
     for pieces in found:
         for piece, real in pieces:
             assert 0 <= real <= len(piece) and set(piece) <= set(ids)
+            assert set(piece[real:]) <= {piece[real - 1] if real else ids[0]}, "its own last one, where it has any"
             if not cut.equal:
                 assert len(piece) == max(real, 1), "a row more than needed is work for nothing"
 

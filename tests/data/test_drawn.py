@@ -36,7 +36,7 @@ def test_every_draw_is_noticed_and_can_be_taken_back(kind: str, sees_words: bool
     """The second number of a pair too, which is drawn without moving on; and many in a row."""
     monkeypatch.setattr(drawn, "_SEES_WORDS", sees_words and drawn._SEES_WORDS)
     random.seed(1)
-    for _ in range(700):
+    for _ in range(701):
         before = Drawn.now(CPU)
         assert before.same(Drawn.now(CPU))
         DRAWS[kind]()
@@ -44,6 +44,8 @@ def test_every_draw_is_noticed_and_can_be_taken_back(kind: str, sees_words: bool
         assert before.same(now) == (kind == "python-seed" and before.python == now.python)
         assert now.python == random.getstate()
     first = [DRAWS[kind](), random.random(), np.random.rand(), torch.rand(1).item()]
+    before.restore()
+    assert before.same(Drawn.now(CPU))
     draw_on(now.tensors(), CPU)
     assert [DRAWS[kind](), random.random(), np.random.rand(), torch.rand(1).item()] == first
 

@@ -9,6 +9,7 @@ import struct
 import zlib
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import h5py
@@ -21,7 +22,7 @@ from PIL import Image
 
 from meshrun import Hdf5
 from meshrun.data import cache
-from meshrun.data.sources import rows, slots
+from meshrun.data.sources import chunks, rows, slots
 from meshrun.errors import BadSample, RunFailed, UserError
 from tests.data.forked import forked
 
@@ -41,6 +42,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "half": {"dtype": "f2"},
     "double": {"dtype": ">f8"},
     "words": {"dtype": "u2", "chunks": (9, 3, 6, 5)},
+    "long words": {"dtype": "u4"},
     "virtual": {},
     "external": {},
 }
@@ -50,8 +52,9 @@ DTYPES = {
     "shuffled": torch.float32,
     "packed parts": torch.float32,
     "words": torch.int32,
+    "long words": torch.int64,
 }
-FROM_THE_FILE = {"contiguous", "chunked", "rows", "half", "double", "words"}
+FROM_THE_FILE = {"contiguous", "chunked", "rows", "half", "double", "words", "long words"}
 
 
 @pytest.fixture(scope="module")
@@ -245,6 +248,21 @@ def test_what_is_no_dataset_is_refused_in_a_sentence(path: Path, tmp_path: Path)
     )
 
 
+@pytest.mark.parametrize(("size", "offset", "right"), [(32, 512, True), (31, 512, False), (32, 2000, False)])
+def test_a_chunk_that_is_shorter_than_a_chunk_or_outside_of_its_file_is_refused(size: int, offset: int, right: bool):
+    """The library would fill it up with memory that nobody wrote."""
+    about = SimpleNamespace(chunk_offset=(0,), byte_offset=offset, size=size)
+    dataset = SimpleNamespace(is_virtual=False, external=None, chunks=(8,), shape=(8,), dtype=np.dtype("f4"), name="/x")
+    dataset.file = SimpleNamespace(id=SimpleNamespace(get_filesize=lambda: 2000))
+    plain = SimpleNamespace(get_nfilters=lambda: 0)
+    dataset.id = SimpleNamespace(get_create_plist=lambda: plain, chunk_iter=lambda look: look(about))
+    if right:
+        assert chunks.places(dataset).tolist() == [512]
+    else:
+        with pytest.raises(ValueError, match=f"/x has a chunk of {size} bytes at"):
+            chunks.places(dataset)
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
@@ -252,6 +270,7 @@ def test_what_is_no_dataset_is_refused_in_a_sentence(path: Path, tmp_path: Path)
         (lambda: np.zeros(2, [("x", "f4"), ("y", "f4")]), "is an array of several fields"),
         (lambda: np.float32(3), "is a single value"),
         (lambda: np.zeros(3), "has 3 inputs but 2 targets (labels); there must be one for each"),
+        (lambda: np.zeros(1), "has 1 inputs but 2 targets (labels); there must be one for each"),
         (lambda: np.zeros((0, 4)), "is empty (shape (0, 4))"),
     ],
 )
@@ -259,6 +278,12 @@ def test_datasets_of_a_wrong_kind_are_refused(tmp_path: Path, make: Callable[[],
     with h5py.File(tmp_path / "w.h5", "w") as file:
         file["images"], file["labels"] = make(), np.arange(2)
     assert says in refusal(tmp_path / "w.h5")
+
+
+def test_bytes_that_make_no_whole_number_stay_behind_those_that_were_shuffled():
+    """As where what is shuffled was packed before."""
+    assert chunks._without_shuffle(b"aceg" + b"bdfh" + b"x", (2,)) == b"abcdefghx"
+    assert chunks._without_shuffle(b"abc", (4,)) == b"abc"
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from meshrun.data.loader import Loader, Reading, StepData, evaluation_batches
 from meshrun.data.order import Cut, Order
 from meshrun.data.readers import ReaderLost, has_lost_a_reader
 from meshrun.data.shuffle import NONE
+from meshrun.errors import RunFailed
 from tests.launch.command import is_alive, wait_until
 
 ALONE = Reading()
@@ -153,6 +154,8 @@ def test_evaluation_in_step_counts_every_sample_once_in_as_many_batches_on_every
             assert each.ids == each.batch[0].tolist() and 0 <= each.real <= len(each.ids) <= size and each.ids
         if equal:
             assert len({len(each.ids) for each in batches}) == 1
+    if equal:
+        assert sum(len(each.ids) for each in parts[0]) == -(-length // of), "no row more than the largest part has"
 
 
 def test_evaluation_by_worker_processes_reads_the_same():
@@ -448,6 +451,21 @@ def test_without_room_for_readers_in_shared_memory_a_rank_reads_by_itself_and_sa
                 for workers in (0, 2)
             )
             assert [each.batches[0][1].tolist() for each in alone] == [each.batches[0][1].tolist() for each in ahead]
+        with pytest.raises(RunFailed, match=r"No space left on device.*; make room there, then resume the run"):
+            # Beside a GPU a thread would read, and what it draws would be missing to the model.
+            Loader(Squares(16), Order(16, 4, 1), 0, 1, Reading(workers=2, pin=True)).steps(0, 4)
     finally:
         cache.use(None, None)
     assert len(notes) == 1 and "/dev/shm" in notes[0] and "No space left on device" in notes[0]
+
+
+def test_a_step_is_planned_once_and_readers_draw_by_the_seed(monkeypatch: pytest.MonkeyPatch):
+    planned, given = list[int](), list[dict[str, object]]()
+    plan = Loader.plan
+    monkeypatch.setattr(Loader, "plan", lambda loader, step: planned.append(step) or plan(loader, step))
+    order = Order(12, 4, seed=1)
+    list(Loader(list(range(12)), order, 0, 1, Reading()).steps(0, 3))
+    assert planned == [0, 1, 2]
+    monkeypatch.setattr(loader_module, "by_readers", lambda *_, **named: given.append(named))
+    Loader(list(range(12)), order, 0, 1, Reading(workers=2, prefetch=3, seed=5)).steps(0, 3)
+    assert given == [{"count": 2, "ahead": 3, "pin": False, "seed": 5}]

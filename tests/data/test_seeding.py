@@ -46,6 +46,15 @@ class Noisy:
         return noise, torch.tensor(index)
 
 
+def test_numpy_s_numbers_are_others_for_each_of_many_samples():
+    def first(sample: int) -> int:
+        seeding.seed_for(0, 0, sample)
+        return int(np.random.randint(1 << 62))
+
+    with seeding.put_back():
+        assert len({first(sample) for sample in range(1000)}) == 1000
+
+
 class NoisyMany(Noisy):
     def __getitems__(self, ids: list[int]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         return [self[number] for number in ids]

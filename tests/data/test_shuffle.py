@@ -78,6 +78,18 @@ def test_any_step_can_be_jumped_to_and_seeds_and_epochs_differ(kind: str):
     assert len(firsts) == 3
 
 
+def test_samples_of_the_same_length_stay_in_the_order_of_the_epoch_whatever_machine_sorts_them():
+    class Alike(Texts):
+        def lengths(self, ids: Ids) -> Ids:
+            return ids % 2
+
+    length = 2000
+    full = np.concatenate(epoch_of(Order.of(Plain(length), 100, 3, "full")))
+    batches = {frozenset(batch.tolist()) for batch in epoch_of(Order.of(Alike(length), 100, 3, "length:20"))}
+    in_order = np.concatenate([full[full % 2 == 0], full[full % 2 == 1]]).tolist()
+    assert batches == {frozenset(in_order[start : start + 100]) for start in range(0, length, 100)}
+
+
 @pytest.mark.parametrize("kind", ["window:300", "length:4"])
 def test_the_parts_of_any_world_are_the_batch(kind: str):
     order = Order.of(Texts(1000), 50, 3, kind)
@@ -91,11 +103,14 @@ def test_the_orders_of_a_seed_stay_what_they_are():
     """A run that is resumed by a later version must go on with the samples that were still to come."""
     window = Order.of(Texts(22, chunk=4), 5, 7, "window:8")
     assert [ids.tolist() for ids in epoch_of(window)] == WINDOW
-    assert [ids.tolist() for ids in epoch_of(Order.of(Texts(11), 3, 7, "length:2"))] == LENGTH
+    length = Order.of(Texts(11), 3, 7, "length:2")
+    assert [ids.tolist() for ids in epoch_of(length)] == LENGTH
+    assert [length.batch_ids(step).tolist() for step in range(4, 8)] == LENGTH_OF_THE_NEXT_EPOCH
 
 
 WINDOW = [[12, 10, 8, 13, 9], [15, 14, 11, 17, 21], [16, 18, 19, 20, 4], [5, 7, 1, 3, 0], [6, 2]]
 LENGTH = [[5, 6, 3], [1, 9, 8], [2, 7, 10], [0, 4]]
+LENGTH_OF_THE_NEXT_EPOCH = [[8, 1, 7], [9, 2, 3], [5, 6, 0], [4, 10]]
 
 
 def test_a_window_holds_few_chunks_and_mixes_them():

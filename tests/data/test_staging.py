@@ -143,7 +143,8 @@ def test_a_name_and_password_are_not_sent_to_where_a_server_redirects(tmp_path: 
 )
 def test_a_server_that_leads_to_no_address_is_told_of_in_one_line(tmp_path: Path, server: Server, address: str):
     server.redirects["moved"] = address
-    with pytest.raises(RunFailed, match=r"^http://127\.0\.0\.1:\d+/moved cannot be fetched: [^\n]*$"):
+    leads = r"it is, or leads to, no address of a web server \(the server leads to " * address.startswith("ftp:")
+    with pytest.raises(RunFailed, match=rf"^http://127\.0\.0\.1:\d+/moved cannot be fetched: {leads}[^\n]*$"):
         Stage(tmp_path).download(f"{server.url}/moved")
 
 
@@ -196,6 +197,12 @@ def test_a_part_that_was_not_asked_for_is_no_file(tmp_path: Path, server: Server
     with pytest.raises(RunFailed, match=f"the server answers {status}, which is no whole file"):
         Stage(tmp_path).download(f"{server.url}/a.bin")
     assert not (tmp_path / "a.bin").exists()
+
+
+def test_a_download_does_not_go_on_with_what_may_be_other_bytes_of_the_same_meaning(tmp_path: Path, server: Server):
+    server.cut_after, server.weak = 5000, "W/"
+    Stage(tmp_path).download(f"{server.url}/a.bin")
+    assert (tmp_path / "a.bin").read_bytes() == FILE and server.asked == [("a.bin", None)] * 2
 
 
 def test_a_later_staging_goes_on_with_what_an_earlier_one_had(tmp_path: Path, server: Server):
@@ -313,6 +320,8 @@ def test_files_and_folders_are_copied_and_made_ones_added(tmp_path: Path):
     assert stage.has("made")
     assert stage.brought == ["all/deep/two", "all/one", "one", "made"]
     with pytest.raises(UserError, match=r"two files are to be staged as 'one'"):
+        stage.download("http://127.0.0.1:9/one")
+    with pytest.raises(UserError, match=r"two files are to be staged as 'one'"):
         stage.copy(source / "one")
     again = Stage(folder)
     again.copy(source, name="all")
@@ -336,6 +345,7 @@ def test_files_and_folders_are_copied_and_made_ones_added(tmp_path: Path):
         (lambda stage: stage.download("http://host/staged.json"), r"would be called 'staged\.json' here"),
         (lambda stage: stage.download("http://host/x", sha256="abc"), r"sha256 of http://host/x is 'abc'; .* 64"),
         (lambda stage: stage.copy("/not/there"), r"copy\('/not/there'\): there is no such file"),
+        (lambda stage: stage.add("../.."), r"add\('\.\./\.\.'\) is not in .*; make the file there, or use copy"),
         (lambda stage: stage.add("not-there"), r"not-there does not exist; make the file first"),
         (
             lambda stage: stage.add("/etc/passwd"),

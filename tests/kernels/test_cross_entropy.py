@@ -96,6 +96,20 @@ def test_the_ready_losses_of_logits_in_halves_are_those_in_fp32():
         )
 
 
+def test_gradients_are_made_in_advance_only_where_a_backward_pass_follows(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(kernels, "_in_kernels", lambda _: True)
+    monkeypatch.setattr(kernels._Trained, "apply", lambda *given: given[-1])
+    monkeypatch.setattr(kernels._CrossEntropy, "apply", lambda *_: None)
+    given = case(8, 101, torch.bfloat16)
+    with backward_follows(0.5):
+        with backward_follows(0.25):
+            assert lean_cross_entropy(*given) == 0.25
+        assert lean_cross_entropy(*given) == 0.5
+        with torch.no_grad():
+            assert lean_cross_entropy(*given) is None
+    assert lean_cross_entropy(*given) is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_the_kernels_give_torchs_loss_and_gradient(kind: torch.dtype):

@@ -207,6 +207,16 @@ def test_among_ranks_that_never_came_the_longest_wait_decides_where_both_are_as_
     assert diagnose([late, early, *idle]).rank == 2
 
 
+def test_a_rank_whose_records_begin_after_a_collective_has_come_to_it():
+    ranks = 0, 1, 2
+    stuck = [waiting(rank, groups=[pending(37, ranks=ranks)]) for rank in (0, 1)]
+    ahead = Group("gloo:0", ranks, (Call(40, "all_reduce", "[10] Float", 10.0, True),))
+    assert hang.missing([*stuck, waiting(2, groups=[ahead])]) is None
+    behind = Group("gloo:0", ranks, (Call(36, "all_reduce", "[10] Float", 12.0, True),))
+    late = hang.missing([*stuck, waiting(2, groups=[behind])])
+    assert late is not None and late.rank == 2
+
+
 def test_one_rank_against_two_is_the_one_that_made_another_call():
     def stuck(rank: int, kind: str) -> Witness:
         return waiting(rank, groups=[pending(37, kind, ranks=(0, 1, 2))])

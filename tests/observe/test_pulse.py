@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from meshrun.observe import flight, stacks
+from meshrun.observe import pulse as pulse_module
 from meshrun.observe.pulse import BEAT_EVERY, Pulse, PulseView, path_of
+from tests.launch.command import wait_until
 
 
 @pytest.fixture
@@ -145,6 +147,18 @@ def test_rank_answers_a_question_for_its_collectives_at_its_next_beat(tmp_path: 
         time.sleep(0.02)
     assert flight.read(tmp_path, 3, question) == []
     assert flight.read(tmp_path, 3, question + 1) is None
+
+
+def test_rank_answers_a_question_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pulse_module, "BEAT_EVERY", 0.01)
+    rank = Pulse.open(tmp_path, 3, generation=0)
+    view, file = view_of(tmp_path), flight.path_of(tmp_path, 3)
+    question = view.ask()
+    wait_until(lambda: flight.read(tmp_path, 3, question) is not None, 30)
+    answer, beats = file.stat().st_ino, view.read().beats
+    wait_until(lambda: view.read().beats > beats + 3, 30)
+    rank.close()
+    assert file.stat().st_ino == answer
 
 
 def sleep_here() -> None:

@@ -65,6 +65,16 @@ def test_pulses_of_an_earlier_generation_or_of_another_process_count_for_nothing
     rank.close()
 
 
+@pytest.mark.parametrize(("silent", "hangs"), [(599.0, False), (601.0, True)])
+def test_ranks_that_are_done_and_do_not_end_hang_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent: float, hangs: bool
+):
+    monkeypatch.setattr(watch_module.stacks, "state_of", lambda _: "S")
+    watch = Watcher(tmp_path, tmp_path, DEFAULT, "node7")
+    watch.started({0: 100}, 0)
+    assert watch._hangs([pulse(0, silent=silent, phase="done")], 0.0) is hangs
+
+
 def test_what_was_told_of_slow_ranks_is_not_held_against_those_that_come_after_them(tmp_path: Path):
     watch = Watcher(tmp_path, tmp_path, DEFAULT, "node7")
     watch._straggling._in_a_row[0, "data"], watch._straggling._told[0, "data"] = 2, 3.0

@@ -115,6 +115,12 @@ def written(folder: Path, pieces: dict[Box, torch.Tensor], shape: tuple[int, ...
     return Checkpoint.open(folder)
 
 
+def test_a_tensor_of_as_many_elements_and_another_shape_is_refused(tmp_path: Path):
+    found = written(tmp_path, {Box((0, 0), (2, 3)): torch.ones(2, 3)}, (2, 3))
+    with pytest.raises(BadCheckpoint, match=r"'w' has the shape \[2, 3\] in it and \[3, 2\] in this run"):
+        found.read(Region.whole("w", torch.zeros(3, 2)))
+
+
 @st.composite
 def cuts(draw):
     """A shape, a grid of pieces of it, and a rectangle in it."""

@@ -109,6 +109,7 @@ def test_a_file_for_which_there_is_no_room_is_taken_and_not_marked_as_whole(
             return self.file.write(data) - 1
 
     monkeypatch.setattr(Path, "open", lambda path, *given, **named: Short(opened(path, *given, **named)))
+    left_in(tmp_path, index(OTHER, size=4, step=2), b"gone")  # written over in part, and no longer there
     exchange._receive(tmp_path / cut.name, cut, 1)
     monkeypatch.undo()
     assert [file.index.name for file in memory_files(tmp_path)] == [whole.name]

@@ -29,8 +29,10 @@ def index(rank: int, entry: Entry | None = None, **changes: Any) -> Index:
     )
 
 
-def test_an_index_comes_back_from_its_text():
-    assert Index.decode(index(1).encode()) == index(1)
+@pytest.mark.parametrize("seen", [-float("inf"), {"__float__": "a word"}, {"__float__": "1e9"}, {"__float__": [1]}])
+def test_an_index_comes_back_from_its_text(seen: Any):
+    made = index(1, state={"seen": seen})
+    assert Index.decode(made.encode()) == made
 
 
 def test_indices_become_a_manifest_that_comes_back_from_its_text():

@@ -65,6 +65,9 @@ def test_of_several_moments_of_a_step_the_one_that_holds_most_is_taken(tmp_path:
     assert [file.rank for file in of_one_moment([tmp_path], 3)] == [1, 2]
     assert of_one_moment([tmp_path], 4) == []
     assert fitting([]) == []
+    words = [Index(rank, 3, "dp=1", 3, {}, "words", File(10, None), []) for rank in range(3)]
+    state = [Index(0, 3, "dp=2", 2, {}, "state", File(500, None), [])]
+    assert fitting([*words, *state]) == state, "the bytes count, and not the files"
 
 
 def test_of_a_file_on_two_nodes_the_first_is_taken(tmp_path: Path):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from meshrun.store.handshake import CLIENT, SERVER, Greeting, is_proof, proof, prove
+from meshrun.store.handshake import CLIENT, LINE, SERVER, Greeting, is_proof, proof, prove
 
 SECRET = b"5" * 64
 WORDS = ("client", "server's nonce", "client's nonce")
@@ -52,6 +52,15 @@ def test_who_listens_without_knowing_the_secret_is_refused(answer: bytes):
     ours, theirs = socket.socketpair()
     with ours, theirs:
         theirs.sendall(b"n\n" + answer + b"\n")
+        with pytest.raises(ConnectionRefusedError, match="does not know the secret"):
+            prove(ours, SECRET)
+
+
+def test_a_line_without_an_end_is_not_waited_for():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.settimeout(5.0)
+        theirs.sendall(b"f" * 2 * LINE)
         with pytest.raises(ConnectionRefusedError, match="does not know the secret"):
             prove(ours, SECRET)
 

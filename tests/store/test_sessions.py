@@ -132,6 +132,7 @@ def test_a_stranger_that_says_nothing_is_shown_out_in_time(monkeypatch: pytest.M
     monkeypatch.setattr(server_module, "PATIENCE", 0.2)
     with Server() as server, knock(server) as stranger:
         assert len(received(stranger, 65)) == 65
+        stranger.settimeout(8)
         assert stranger.recv(1) == b""
 
 

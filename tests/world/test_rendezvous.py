@@ -12,7 +12,7 @@ import pytest
 from meshrun import strict_json
 from meshrun.errors import UserError
 from meshrun.world import detect
-from meshrun.world.rendezvous import lookup, lookup_store, own_address, publish
+from meshrun.world.rendezvous import FOLDER, forget, lookup, lookup_store, own_address, publish
 
 TWO_NODES = replace(detect({}), size=2, nodes=2)
 
@@ -76,6 +76,13 @@ def test_any_job_key_is_a_file_inside_the_folder(tmp_path: Path, job: str) -> No
 def test_job_keys_that_look_alike_do_not_meet(tmp_path: Path) -> None:
     keys = ["a:b", "a_b", "a%3Ab", "a/b", "j" * 400, "j" * 401]
     assert len({publish(tmp_path, key, 0, "10.0.0.1", 1) for key in keys}) == len(keys)
+
+
+def test_the_end_of_a_job_takes_away_what_its_own_steps_have_left(tmp_path: Path) -> None:
+    for job in ("slurm-47.0.0", "slurm-47.1.0", "slurm-471.0.0"):
+        publish(tmp_path, job, 0, "10.0.0.1", 4242)
+    forget(tmp_path, "47")
+    assert [file.name for file in (tmp_path / FOLDER).iterdir()] == ["slurm-471.0.0-0.json"]
 
 
 def test_a_launcher_without_a_key_is_refused(tmp_path: Path) -> None:
