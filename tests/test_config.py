@@ -399,6 +399,10 @@ def test_a_run_that_another_process_has_started_since_it_was_read_is_refused(tmp
         pass
     with pytest.raises(SharedError, match="started by another process"), run.renewed(run.config(), read):
         pytest.fail("both were given the same options, and only one may go on")
+    read = run.document()
+    run.save_config(config, {})
+    with pytest.raises(SharedError, match="started by another process"), run.renewed(run.config(), read):
+        pytest.fail("it is another configuration by now")
 
 
 def test_a_configuration_that_is_refused_leaves_the_one_before(tmp_path: Path):
@@ -501,7 +505,7 @@ def test_room_that_was_kept_is_freed_when_there_is_little_else(tmp_path: Path, m
     config_module.reserve_room(tmp_path)
     config_module.use_reserve(tmp_path)
     assert (tmp_path / "reserve").stat().st_blocks * 512 >= config_module.RESERVE
-    monkeypatch.setattr(config_module, "free_bytes", lambda _: 0)
+    monkeypatch.setattr(config_module, "free_bytes", lambda _: config_module.RESERVE - 1)
     config_module.use_reserve(tmp_path)
     assert not (tmp_path / "reserve").exists()
 

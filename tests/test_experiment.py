@@ -188,6 +188,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"loss": torch.nn.CrossEntropyLoss}, "loss is the class CrossEntropyLoss; it must be a function of (outputs, tar"),
     ({"metrics": {"hits": torch.nn.L1Loss}}, "metrics['hits'] is the class L1Loss; it must be a function of (outputs"),
+    ({"seed": True}, "seed is True; it must be a whole number of at most 64 bits (--seed)"),
     ({"seed": 1 << 63}, "seed is 9223372036854775808; it must be a whole number of at most 64 bits (--seed)"),
     ({"seed": -(1 << 63) - 1}, "seed is -9223372036854775809; it must be a whole number of at most 64 bits (--seed)"),
     ({"steps": 10**30}, "steps is 1,000,000,000,000,000,000,000,000,000,000; it must be at most "),

@@ -70,6 +70,7 @@ def test_fewer_gpus_than_ranks_on_a_node_are_refused(gpus):
 def test_ranks_may_share_gpus_when_gloo_carries_their_words(gpus):
     gpus(2)
     assert [choose_device(world(n), "auto", "gloo").index for n in range(4)] == [0, 1, 0, 1]
+    assert [choose_device(world(3 + n, 6, n, 3), "auto", "gloo").index for n in range(3)] == [0, 1, 0]
 
 
 def test_two_ranks_on_one_gpu_are_refused_by_name():
@@ -275,8 +276,10 @@ def test_all_ranks_hear_that_two_would_share_a_gpu():
 
 
 def test_a_later_attempt_does_not_take_an_earlier_arrival_for_its_own():
-    store = serve(2)
-    store.set("meshrun/0/arrived/1", "rank 1")
+    store, ends = serve(2), {}
+    for thread in [in_thread(rank, 2, client(store, 2), f"rank {rank}", ends) for rank in range(2)]:
+        thread.join()
+    assert ends == {0: None, 1: None}
     with pytest.raises(PeerLost, match="for rank 1 of 2 to arrive"):
         _all_arrived(replace(world(0, 2), attempt=1), store, "rank 0", timeout=0.3)
 

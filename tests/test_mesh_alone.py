@@ -31,6 +31,34 @@ def test_a_rank_whose_others_are_made_up_hears_itself_from_all_of_them():
     assert alone.gathered("x") == ["x"] * 4 and alone.from_rank_0("x") == "x"
 
 
+def test_nobody_can_guess_the_secret_of_the_store_that_rank_0_serves(monkeypatch: pytest.MonkeyPatch):
+    secrets: list[bytes] = []
+    monkeypatch.setattr(mesh.store_process, "serve", lambda _, __, secret: secrets.append(secret) or {"loopback": 4711})
+    monkeypatch.setattr(mesh, "publish", lambda *told: secrets.append(told[-1]))
+    monkeypatch.setattr(mesh, "_client", lambda *_: None)
+    for _ in range(2):
+        mesh._store(replace(WORLD, rank=0, local_rank=0), mesh.Meeting(), None)
+    first, told, second, told_then = secrets
+    assert len(first) == 32 and first == told and first != second == told_then
+
+
+@pytest.mark.parametrize(("size", "connected", "closed"), [(3, 2, [{7}]), (3, 1, []), (3, 0, []), (0, 2, [])])
+def test_ports_of_a_group_close_once_all_of_its_ranks_are_connected(
+    monkeypatch: pytest.MonkeyPatch, size: int, connected: int, closed: list[set[int]]
+):
+    """A torch that lets ranks connect when they first speak needs them open; so does a group of unknown size."""
+    ports, connections = iter([set(), {7}]), iter([(set(), set()), (set(range(connected)), set())])
+    monkeypatch.setattr(mesh, "listening_ports", lambda: next(ports))
+    monkeypatch.setattr(mesh, "connections_of_gloo", lambda: next(connections))
+    monkeypatch.setattr(mesh, "shut_out_strangers", lambda _: 0)
+    monkeypatch.setattr(mesh, "_ports_of_groups", set())
+    taken: list[set[int]] = []
+    monkeypatch.setattr(mesh, "take_no_more", taken.append)
+    with mesh._among_own_processes(size):
+        pass
+    assert taken == closed
+
+
 def test_after_a_wait_inside_of_another_one_the_outer_one_goes_on(monkeypatch: pytest.MonkeyPatch):
     told: list[str | None] = []
     monkeypatch.setattr(mesh, "_listener", told.append)

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
-from meshrun.cli.launcher import _failure_of, _obeyed, _scene, _stopped_in_time, lookout_of, seldom
+from meshrun.cli import launcher
+from meshrun.cli.launcher import (
+    NOT_AGAIN,
+    RESTARTS,
+    Watching,
+    _failure_of,
+    _job,
+    _obeyed,
+    _scene,
+    _stopped_in_time,
+    as_agent,
+    lookout_of,
+    seldom,
+    wanted_of,
+)
 from meshrun.config import RunConfig, RunDirectory
-from meshrun.errors import CutOff, RunFailed
-from meshrun.launch.job import Failure, Interrupted
+from meshrun.errors import CutOff, RunFailed, SharedError
+from meshrun.launch.job import Failure, Interrupted, Verdict
 from meshrun.launch.post import Ends
+from meshrun.observe.hang import Finding
 from meshrun.observe.story import Story
+from meshrun.world import World
+from tests.launch.command import SCRIPT
 
 STOPPED = {"step": 3, "of": 9, "why": "its time is up", "saved": True}
 
@@ -43,6 +63,52 @@ def test_another_start_is_worth_it_only_where_all_ranks_that_failed_were_lost(
     assert isinstance(_failure_of(run, tmp_path, failures, 0.0, run.config()), CutOff) is again
 
 
+@pytest.mark.parametrize(("target", "restarts"), [("digits", RESTARTS), (SCRIPT, 0)])
+def test_a_plain_script_is_started_again_only_where_that_is_asked_for(
+    run: RunDirectory, tmp_path: Path, target: str, restarts: int
+):
+    for asked, made in ((None, restarts), (2, 2)):
+        config = RunConfig(target, restarts=asked)
+        assert _job(config, run, tmp_path, 2).restarts == made
+        failed = _failure_of(run, tmp_path, [Failure(0, -9, 0.0)], 0.0, config)
+        assert (NOT_AGAIN in str(failed)) == (target == SCRIPT and asked is None)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "there", "found"),
+    [("2", 2, (2, 2, 2)), ("1:2", 3, (1, 2, 2)), ("1:4", 3, (1, 4, 3)), ("1", 3, (1, 3, 3))],
+)
+def test_nodes_are_expected_as_many_as_have_come_and_the_run_takes(nodes: str, there: int, found: tuple[int, int, int]):
+    wanted = wanted_of(RunConfig("digits", nodes=nodes), World(0, there, 0, 1, 0, there, "n1", "slurm"))
+    assert (wanted.least, wanted.most, wanted.expected) == found
+
+
+def test_more_nodes_than_have_come_are_refused():
+    with pytest.raises(SharedError, match="nodes is 3 but slurm has started this on 2 nodes"):
+        wanted_of(RunConfig("digits", nodes="3"), World(0, 2, 0, 1, 0, 2, "n1", "slurm"))
+
+
+@pytest.mark.parametrize("why", [RunFailed("lost"), KeyboardInterrupt(), None])
+def test_other_nodes_hear_that_the_first_one_has_given_up_however_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, why: BaseException | None
+):
+    said: list[str] = []
+
+    def lead(*_: object) -> dict[str, Any]:
+        if why is not None:
+            raise why
+        return {}
+
+    monkeypatch.setattr(launcher, "lead", lead)
+    for name in ("begin", "give_up", "close_hub"):
+        monkeypatch.setattr(launcher.agents, name, lambda *_, name=name: said.append(name))
+    asked: Any = SimpleNamespace(config=RunConfig("digits", runs=tmp_path), run=None)
+    wanted: Any = None
+    with pytest.raises(type(why)) if why is not None else contextlib.nullcontext():
+        as_agent(asked, World(0, 2, 0, 1, 0, 2, "n1", "slurm"), wanted, None, lambda: None)
+    assert said == ["begin", "give_up" if why is not None else "close_hub"]
+
+
 @pytest.mark.parametrize(("began", "drawn"), [(9.0, True), (1.0, False)])
 def test_a_start_that_was_refused_does_not_draw_the_report_of_a_finished_run_anew(
     run: RunDirectory, tmp_path: Path, began: float, drawn: bool
@@ -52,6 +118,24 @@ def test_a_start_that_was_refused_does_not_draw_the_report_of_a_finished_run_ane
     run.events_of(0).write_text("".join(json.dumps({"time": 9.0, **event}) + "\n" for event in events))
     _failure_of(run, tmp_path, [Failure(0, 2, 9.5)], 5.0, run.config())
     assert (run.path / "report.html").exists() is drawn
+
+
+@pytest.mark.parametrize(
+    ("target", "several", "hang_after", "action"),
+    [
+        ("digits", True, None, "end"),
+        (SCRIPT, False, None, "report"),
+        (SCRIPT, False, 5.0, "end"),
+        (SCRIPT, True, 5.0, "report"),
+    ],
+)
+def test_a_script_is_ended_for_a_hang_only_where_that_was_asked_for_and_no_other_node_may_be_at_work(
+    run: RunDirectory, tmp_path: Path, target: str, several: bool, hang_after: float | None, action: str
+):
+    config = RunConfig(target, on_hang="end", hang_after=hang_after)
+    watching = Watching(tmp_path, run, config, lambda *_, **__: None, several)
+    watching._watcher.look = lambda: Finding(1, "rank 1 hangs")  # type: ignore[method-assign]
+    assert watching.look() == Verdict(1, "rank 1 hangs", action)  # type: ignore[arg-type]
 
 
 def test_slurm_is_asked_again_only_after_some_seconds(monkeypatch: pytest.MonkeyPatch):
@@ -73,6 +157,16 @@ def test_a_run_without_ranks_sees_the_clock(run: RunDirectory, left: float, over
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": str(int(time.time() + left)), "PATH": os.devnull}
     why = lookout_of(run, RunConfig("digits"), env)()
     assert why.startswith("the job ends in") if over else why == ""
+
+
+def test_a_run_without_ranks_stops_in_time_for_what_comes_after_it(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    clock = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    look = lookout_of(run, RunConfig("digits", deadline="100s"), {})
+    clock[0] += 90
+    assert look() == ""
+    clock[0] += 5
+    assert look() == "the deadline is in 5 s"
 
 
 def test_a_stop_file_does_not_outlive_the_start_that_it_was_made_for(run: RunDirectory):

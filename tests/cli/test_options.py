@@ -425,6 +425,11 @@ def test_characters_that_no_file_can_have_are_refused(kind: type, valid: str, te
     assert option.convert("caf\udce9") == kind("caf\udce9"), "names of files that are not UTF-8 come so"
 
 
+def test_numbers_of_a_document_keep_all_of_their_digits():
+    assert Option("lr", float, None).from_document(0.123456789012) == 0.123456789012
+    assert Option("rates", float, None, many=True).from_document([1e-300, 7]) == [1e-300, 7.0]
+
+
 def test_more_epochs_for_a_run_of_steps_take_the_place_of_its_steps():
     before = RunConfig("digits", steps=5)
     assert _as_before(before, [], run_options(), {"epochs": 2.0})["steps"] is None

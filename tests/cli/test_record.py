@@ -156,7 +156,17 @@ def test_the_value_of_an_option_that_is_a_secret_is_in_no_file_that_others_can_r
 
 
 def test_words_that_are_written_down_hide_the_values_of_secrets():
-    words = ["run", "--api-key=x", "--password", "y", "--lr", "1", "--from", "s3://me:z@host:9/a@b", "http://h:1/c@d"]
+    words = [
+        "run",
+        "--api-key=x",
+        "--password",
+        "y.-1",
+        "--lr",
+        "1",
+        "--from",
+        "s3://me:z@host:9/a@b",
+        "http://h:1/c@d",
+    ]
     shown = ["run", "--api-key=(hidden)", "--password", "(hidden)", "--lr", "1", "--from", "s3://(hidden)@host:9/a@b"]
     assert without_secrets(words) == (*shown, "http://h:1/c@d")
 

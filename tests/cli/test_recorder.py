@@ -30,6 +30,14 @@ def test_a_failure_names_its_step_and_is_in_the_nodes_memory_too(tmp_path: Path)
         assert (event["secondary"], event["by_user"]) == (False, False)
 
 
+def test_a_stop_of_an_iterator_in_the_program_is_told_as_the_program_has_raised_it(tmp_path: Path):
+    """Python makes another error of one that goes through our generators."""
+    error = RuntimeError("generator raised StopIteration")
+    error.__cause__ = StopIteration("no more samples")
+    for event in failure_of(tmp_path, error):
+        assert str(event["sentence"]).endswith("failed at step 5: StopIteration: no more samples")
+
+
 def test_the_loss_of_another_rank_is_a_consequence(tmp_path: Path):
     for event in failure_of(tmp_path, PeerLost("rank 1 lost another rank")):
         assert event["secondary"] is True

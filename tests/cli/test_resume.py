@@ -129,9 +129,12 @@ def test_a_run_that_trains_and_has_no_checkpoint_yet_is_said_to_be_in_use(run: R
         assert "is in use by process" in refusal(run.path, "--steps", "9")
 
 
-def test_a_resume_that_is_refused_leaves_the_config_of_the_one_that_trains(run: RunDirectory):
+def test_a_resume_that_is_refused_leaves_the_config_of_the_one_that_trains(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
     winner, loser = (parsed(run, "--from-start", "--layout", "dp=2", "--steps", steps) for steps in ("80", "90"))
     with lock(run), run.renewed(winner.config, winner.document):
+        monkeypatch.setattr(RunDirectory, "renewed", lambda *_: pytest.fail("it was written, if only for a moment"))
         with pytest.raises(UserError, match="is in use by process"):
             resume_command(loser)
         assert run.config().steps == 80 and len(run.document()["history"]) == 1
@@ -190,12 +193,15 @@ def test_a_run_goes_on_where_it_was_in_other_processes_with_its_old_config_kept(
     assert [each.name for each in (folder / "runs").iterdir()] == ["tiny-1"]
 
 
-@pytest.mark.parametrize(("asked", "complete"), [({"epochs": 1.0}, True), ({"epochs": 2.0}, False)])
+@pytest.mark.parametrize(
+    ("asked", "complete"),
+    [({}, True), ({"epochs": 2.0}, False), ({"batch": 8}, False), ({"options": {"samples": 60}}, False)],
+)
 def test_a_run_that_has_reached_its_end_goes_on_only_where_its_length_was_changed(
-    tmp_path: Path, asked: dict[str, float], complete: bool
+    tmp_path: Path, asked: dict[str, Any], complete: bool
 ):
     run: Any = SimpleNamespace(path=tmp_path, result=lambda: {"steps": 10})
     before = {"config": RunConfig("digits", epochs=1.0).to_json(), "resolved": {"steps": 10}}
-    wanted: Any = SimpleNamespace(config=RunConfig("digits", **asked))  # type: ignore[arg-type]
+    wanted: Any = SimpleNamespace(config=RunConfig("digits", **{"epochs": 1.0, **asked}))
     with pytest.raises(SharedError, match="has reached its 10 steps") if complete else nullcontext():
         _refuse_complete(run, wanted, before)

@@ -134,6 +134,18 @@ def test_all_nodes_of_a_job_guess_the_same_port_and_other_jobs_another():
     assert len(ports) > 190 and all(1024 < port < 32768 for port in ports)
 
 
+def test_the_port_that_can_be_guessed_is_not_tried_before_an_address_may_have_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    tried = list[World]()
+    monkeypatch.setattr(agents, "refuse_blindness", tried.append)
+    for unseen in (60.0, 0.0):
+        monkeypatch.setattr(agents, "UNSEEN", unseen)
+        with pytest.raises(RunFailed, match="waited 0 s for the run's first node"):
+            agents.find_hub(detect(of_task(1)), tmp_path, ranks=1, patience=0.1)
+        assert bool(tried) is (unseen == 0.0)
+
+
 def test_what_the_first_node_refuses_ends_the_others_at_once(tmp_path: Path):
     first, second = detect(of_task(0)), detect(of_task(1))
     agents.give_up(first, tmp_path)

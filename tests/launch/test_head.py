@@ -73,6 +73,14 @@ def test_ranks_are_numbered_node_after_node():
     assert len({seat.job for seat in run.seats.values()}) == 1
 
 
+def test_nodes_may_have_different_numbers_of_ranks():
+    run = Run(wanted=Wanted(3, 3), ranks=2)
+    run.join("b", 1)
+    run.join("c", 3)
+    run.tick()
+    assert [(seat.first, seat.size) for seat in run.seats.values()] == [(0, 6), (2, 6), (3, 6)]
+
+
 def test_a_run_whose_ranks_all_end_well_is_over():
     run = Run(nodes=2)
     run.gone("a")
@@ -262,6 +270,15 @@ def test_what_a_watch_has_found_is_acted_on(action: Any):
         "report": lambda: not run.stops and run.told == [("hang", {"sentence": "rank 1 hangs"})],
     }
     assert check[action]()
+
+
+def test_a_hang_that_is_found_when_ranks_are_ending_already_is_not_why_they_end():
+    run = Run(restarts=0)
+    run.ended("a", 1, -9)
+    run.head.hear("a", Verdict(0, "rank 0 hangs", "restart"), run.now)
+    run.gone("a")
+    assert run.stops == [("a", Stop(dead=(1,)))]
+    assert run.head.outcome is not None and run.head.outcome.sentence == "" and run.head.outcome.failures
 
 
 def test_where_nobody_can_be_named_all_start_anew_and_nobody_counts_as_dead():

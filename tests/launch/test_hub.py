@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ import pytest
 from meshrun.errors import RunFailed, UserError
 from meshrun.launch import nodes, secret, wire
 from meshrun.launch.head import Outcome
-from meshrun.launch.job import Verdict
+from meshrun.launch.job import Seat, Verdict
 from meshrun.launch.nodes import Hub, Joined, Left, Said, Unfit
 from meshrun.launch.post import Post
 from meshrun.launch.ranks import Ended
@@ -96,6 +97,20 @@ def is_shown_out(who: Wire) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def test_a_node_reaches_the_store_at_the_address_at_which_it_has_reached_the_first_one(door: Open):
+    there = socket.create_connection(("127.0.0.1", door.hub.port), 5, source_address=("127.0.0.2", 0))
+    who = Wire(there)
+    door.knocked.append(who)
+    door.news()
+    (joined,) = door.hello(who)
+    next(who.receive())
+    asked: list[str] = []
+    store: Any = SimpleNamespace(port_at=lambda address, _: asked.append(address) or 4711)
+    door.hub.order(joined.member.id, Seat("job", 0, 1, 2, 2, 4, "", 0), store)
+    order = next(who.receive())
+    assert (order["order"], order["address"], order["port"], asked) == ("Seat", "127.0.0.1", 4711, ["127.0.0.1"])
 
 
 def test_a_node_that_reads_the_run_directory_is_taken(door: Open):

@@ -30,10 +30,20 @@ def test_what_fits_is_not_refused():
     refuse(replace(ASKED, partition="elsewhere"), None, (), known_all=True)
 
 
-@pytest.mark.parametrize(("change", "fits"), [({"seconds": 300}, True), ({"seconds": 301}, False)])
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        ({}, True),
+        ({"seconds": 301}, False),
+        ({"nodes": 10}, True),
+        ({"nodes": 11}, False),
+        ({"gpus_per_node": 5}, False),
+    ],
+)
 def test_a_limit_itself_may_be_asked_for_and_no_more(change: dict[str, int], fits: bool):
-    asked = replace(ASKED, partition="short", **change)
-    with contextlib.nullcontext() if fits else pytest.raises(UserError, match="ends jobs after 00:05:00"):
+    asked = replace(ASKED, **{"partition": "short", "seconds": 300, **change})  # type: ignore[arg-type]
+    said = "ends jobs after 00:05:00|but partition short has 10|of partition short has 4"
+    with contextlib.nullcontext() if fits else pytest.raises(UserError, match=said):
         refuse(asked, None, PARTITIONS, known_all=True)
 
 
@@ -65,6 +75,12 @@ def test_what_the_cluster_cannot_give_is_refused(case: str):
     with pytest.raises(UserError) as refused:
         refuse(replace(ASKED, **changes), None, PARTITIONS, known_all=True)  # type: ignore[arg-type]
     assert str(refused.value) == sentence
+
+
+def test_without_a_partition_the_limits_are_those_of_the_default_one():
+    refuse(ASKED, None, PARTITIONS[::-1], known_all=True)
+    with pytest.raises(UserError, match="a node of partition main has 4"):
+        refuse(replace(ASKED, gpus_per_node=5), None, PARTITIONS[::-1], known_all=True)
 
 
 def test_the_sites_word_on_gpus_holds_where_no_partition_is_known():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -11,10 +12,16 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
+from meshrun.launch import local
+from meshrun.launch.head import Head, Outcome, Wanted
+from meshrun.launch.job import silent
+from meshrun.launch.ranks import Gone
 from tests.launch.command import TINY, Ended, events, is_alive, log, meshrun, started, wait_until
 
 HOST = socket.gethostname()
@@ -24,6 +31,87 @@ STOPPED = re.compile(
 )
 """The last line of a run that was stopped, as far as its state was written."""
 ENOUGH_CORES = len(os.sched_getaffinity(0)) >= 2
+
+
+class Still:
+    """A node on which nothing happens but what it is told to say."""
+
+    def __init__(self, *facts: object) -> None:
+        self.facts, self.fds, self.waits = list(facts), list[int](), ""
+
+    def news(self) -> list[object]:
+        facts, self.facts = self.facts, []
+        return facts
+
+    def progress(self) -> int:
+        return 7
+
+
+def carried(node: Still, head: Any, by: int = 0) -> Outcome:
+    stopped: Any = SimpleNamespace(by=by, at_once=False)
+    return local._run(head, node, None, None, stopped, silent, lambda: "")  # type: ignore[arg-type]
+
+
+def test_other_nodes_are_told_why_a_run_ends_that_was_stopped():
+    head = Head(3, Wanted(2, 2), silent)
+    assert carried(Still(), head, signal.SIGTERM).sentence == "the run was stopped by SIGTERM"
+
+
+def test_steps_that_ranks_of_the_first_node_have_finished_are_progress():
+    heard: list[int] = []
+    head: Any = SimpleNamespace(outcome=None, progress=0, is_waiting=False, orders=[])
+    head.tick = lambda _: setattr(head, "outcome", Outcome())
+    head.hear = lambda *_: heard.append(head.progress)
+    carried(Still(Gone(0)), head)
+    assert heard == [7]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_only_a_run_that_waits_for_nodes_is_stopped_by_its_launcher_s_clock(
+    monkeypatch: pytest.MonkeyPatch, waits: bool
+):
+    monkeypatch.setattr(local, "ASK_EVERY", -1.0)
+    head: Any = SimpleNamespace(outcome=None, is_waiting=waits, orders=[])
+    head.end = lambda outcome: setattr(head, "outcome", outcome)
+    head.tick = lambda _: setattr(head, "outcome", head.outcome or Outcome())
+    hub: Any = SimpleNamespace(fds=[], progress=0, news=lambda _: [], finish=lambda _: None)
+    stopped: Any = SimpleNamespace(by=0, at_once=False)
+    store: Any = None
+    outcome = local._run(head, Still(), hub, store, stopped, silent, lambda: "its time is up")  # type: ignore[arg-type]
+    assert (outcome.cut_off, "its time is up" in outcome.sentence) == (waits, waits)
+
+
+def test_a_port_that_was_asked_for_is_the_hub_s_where_there_is_one_and_ranks_end_with_their_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    closed: list[str] = []
+    node = SimpleNamespace(close=lambda: closed.append("ranks"))
+
+    def failing(*_: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(local, "Node", lambda *_: node)
+    monkeypatch.setattr(local, "_run", failing)
+    monkeypatch.setattr(local, "Beat", lambda _: contextlib.nullcontext())
+    job: Any = SimpleNamespace(port=4711, restarts=0, ranks=2)
+    nursery: Any = object()
+    for hub, port in ((None, "4711"), (SimpleNamespace(beat=None), "0")):
+        monkeypatch.setattr(local, "_store", lambda port: contextlib.nullcontext(closed.append(str(port))))
+        with pytest.raises(ZeroDivisionError):
+            local.launch(job, nursery=nursery, hub=hub)  # type: ignore[arg-type]
+        assert closed == [port, "ranks"]
+        closed.clear()
+
+
+def test_a_rank_ends_at_once_at_ctrl_c_whoever_ignored_it_before(monkeypatch: pytest.MonkeyPatch):
+    """In a collective Python would handle no signal."""
+    monkeypatch.setattr(local.ctypes, "CDLL", lambda _: SimpleNamespace(prctl=lambda *_: 0))
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        local.die_with_launcher(os.getppid())
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def port_in(text: str) -> int:

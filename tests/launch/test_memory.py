@@ -12,7 +12,7 @@ import pytest
 
 from meshrun import config
 from meshrun.config import RunDirectory, memory_of_user
-from meshrun.launch.memory import LOCK, Memory, is_locked
+from meshrun.launch.memory import LOCK, Memory, is_locked, sweep
 from tests.launch.command import MODULE, meshrun
 
 
@@ -155,3 +155,8 @@ def test_a_link_in_place_of_a_lock_is_not_followed(tmp_path: Path):
     with pytest.raises(OSError):
         is_locked(tmp_path / LOCK)
     assert is_locked(tmp_path / "target") is False
+    folder = tmp_path / "run" / "node"
+    folder.mkdir(parents=True)
+    (folder / LOCK).symlink_to(tmp_path / "target")
+    sweep(tmp_path)
+    assert folder.is_dir(), "nobody knows whether it is held"

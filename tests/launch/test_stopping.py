@@ -18,7 +18,7 @@ from meshrun import strict_json
 from meshrun.launch.job import Seat
 from meshrun.launch.node import Node, Stopped
 from meshrun.launch.parting import dead_file
-from meshrun.launch.ranks import GRACE, STEP, Ranks, Stop, _allow_many_files, _kill_group, _Process
+from meshrun.launch.ranks import GRACE, STEP, Ended, Ranks, Stop, _allow_many_files, _kill_group, _Process
 from meshrun.launch.wire import readable
 
 
@@ -61,9 +61,43 @@ def test_ranks_that_are_still_to_be_started_go_with_their_nursery_and_all_with_w
     ranks._expected, ranks._stopped_at, ranks._well_at = {0}, 0.0, 0.0
     ranks._kill_the_late()
     assert closed == [True]
+    ranks.close()
+    assert closed == [True, True]
+    ranks._expected.clear()
     ranks._alive[1] = _Process(4711, -1)
     ranks.close()
-    assert killed == [4711] and closed == [True, True]
+    assert killed == [4711] and closed == [True] * 3
+
+
+def test_each_start_of_ranks_has_one_way_to_the_store(monkeypatch: pytest.MonkeyPatch):
+    log: list[str] = []
+
+    class Noted:
+        def __init__(self, address: str, port: int, secret: bytes) -> None:
+            assert (address, port, secret) == ("10.0.0.1", 29500, b"secret")
+            log.append("opened")
+            self.port = 4711
+
+        def close(self) -> None:
+            log.append("closed")
+
+    monkeypatch.setattr("meshrun.launch.node.Relay", Noted)
+    node: Any = Node(None, None, SimpleNamespace(takes_long=None), lambda: b"secret")  # type: ignore[arg-type]
+    seats: list[Seat] = []
+    node._ranks = SimpleNamespace(begin=seats.append, close=lambda: None)
+    for _ in range(2):
+        node.begin(Seat("job", 0, 1, 2, 1, 2, "10.0.0.1", 29500))
+    node.close()
+    assert log == ["opened", "closed", "opened", "closed"]
+    assert {(seat.address, seat.port) for seat in seats} == {("127.0.0.1", 4711)}
+
+
+def test_what_ranks_have_started_goes_with_a_nursery_that_has_died(monkeypatch: pytest.MonkeyPatch):
+    ranks, killed = ranks_of(), list[int]()
+    monkeypatch.setattr("meshrun.launch.ranks._kill_group", killed.append)
+    ranks._alive = {0: _Process(4711, -1), 1: _Process(4712, -1)}
+    assert ranks._orphaned() == [Ended(rank, -signal.SIGKILL, own=True) for rank in (0, 1)]
+    assert killed == [4711, 4712]
 
 
 @pytest.mark.parametrize(("code", "own"), [(-15, False), (-9, True), (1, True), (0, True)])
