@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
+from meshrun.parallel import compress
 from meshrun.parallel.compress import _given_to_masters
 
 
@@ -25,3 +27,23 @@ def test_of_a_bucket_masters_get_their_parts_and_others_get_theirs_back():
     assert gradient is gradients[1] and part.tolist() == [4.0, 5.0] and part.dtype == torch.float32
     assert torch.equal(master.grad, torch.arange(4.0).view(2, 2) + 2**-10)
     assert master.grad.data_ptr() == whole.data_ptr(), "what arrives there is the master's"
+
+
+def test_gradients_are_made_smaller_before_they_travel_in_fewer_bits(monkeypatch: pytest.MonkeyPatch):
+    """What is within the range of fp16 as a mean may be outside of it before."""
+    gradient = torch.tensor([2.0**16, 1.0])
+    there: torch.futures.Future[Any] = torch.futures.Future()
+    sent: list[torch.Tensor] = []
+
+    def all_reduce(tensor: torch.Tensor, **_: object) -> Any:
+        sent.append(tensor.clone())
+        there.set_result([tensor])
+        return SimpleNamespace(get_future=lambda: there)
+
+    monkeypatch.setattr(compress.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(compress.dist, "get_world_size", lambda _: 2)
+    bucket: Any = SimpleNamespace(buffer=lambda: gradient, parameters=list, gradients=list)
+    group: Any = None
+    mean = compress._mean(compress._State(group, torch.float16, {}), bucket)
+    assert torch.equal(mean.wait(), gradient) and gradient.tolist() == [2.0**15, 0.5]
+    assert [each.dtype for each in sent] == [torch.float16]

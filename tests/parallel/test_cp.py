@@ -219,6 +219,7 @@ def test_attention_may_be_nested_and_ends_with_its_block():
 
 
 REFUSED: dict[str, tuple[dict[str, Any], int]] = {
+    "4 queries for 2 keys (cross-attention)": ({"is_causal": True}, 2),
     "an attn_mask": ({"attn_mask": torch.ones(4, 4).bool()}, 4),
     "is_causal=False": ({}, 4),
     "dropout inside it": ({"is_causal": True, "dropout_p": 0.1}, 4),
@@ -285,11 +286,12 @@ def test_without_token_ids_the_first_input_says_the_length():
     assert inputs["frames"].shape == (2, 4, 3) and positions.tolist() == [2, 3, 4, 5]
 
 
-def test_a_target_for_a_whole_sequence_is_refused():
+@pytest.mark.parametrize("shape", [(3,), (3, 5)])
+def test_a_target_for_a_whole_sequence_is_refused(shape: tuple[int, ...]):
     with pytest.raises(UserError) as error:
-        split(torch.zeros(3, 8).long(), torch.zeros(3), part=0, parts=2)
+        split(torch.zeros(3, 8).long(), torch.zeros(shape), part=0, parts=2)
     assert str(error.value) == (
-        "targets have the shape (3,) and sequences 8 tokens; cp needs a target for every token, (samples, 8), "
+        f"targets have the shape {shape} and sequences 8 tokens; cp needs a target for every token, (samples, 8), "
         "or use another layout (--layout)"
     )
 
@@ -367,3 +369,8 @@ def test_the_scale_that_a_model_gives_is_that_of_the_ring(scale: float | None, m
     with cp.attention(nothing):
         torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True, scale=scale)
     assert given == [scale]
+
+
+def test_the_sequence_is_that_of_numbers_and_not_of_a_mask():
+    inputs = {"mask": torch.ones(2, 3, dtype=torch.bool), "noise": torch.ones(2, 4), "tokens": torch.ones(2, 5).long()}
+    assert cp.tokens_of(inputs).shape == (2, 5)

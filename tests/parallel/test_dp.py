@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshrun import mesh
+from meshrun.parallel import dp
 from meshrun.parallel.dp import Cargo, Replicated, apply
 from meshrun.parallel.placed import Shard
 
@@ -64,6 +65,37 @@ def test_what_a_micro_batch_does_not_use_is_not_always_used():
         with placed._noting_uses():
             loss.sum().backward()
     assert placed._always_used == {used}
+
+
+@pytest.mark.parametrize("idle", [0, 1])
+def test_all_parameters_are_used_only_if_every_micro_batch_of_every_rank_uses_each(
+    idle: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("meshrun.parallel.dp.dist.all_reduce", lambda *_, **__: None)
+    placed: Any = Replicated.__new__(Replicated)
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    for each in parameters:
+        each.grad = torch.ones(1)
+    placed.here, placed.parameters = SimpleNamespace(replicas=1, device=torch.device("cpu")), parameters
+    placed.shards = [SimpleNamespace(parameter=each, computed=each) for each in parameters]
+    placed._always_used, placed._group = set(parameters[idle:]), lambda: None
+    assert placed._reduce_by_hand() is (idle == 0)
+
+
+@pytest.mark.parametrize(
+    ("all_are_used", "compression", "travels"), [(True, "none", True), (False, "none", False), (True, "fp16", False)]
+)
+def test_sums_travel_with_gradients_only_where_all_are_used_and_exact(
+    all_are_used: bool, compression: str, travels: bool, monkeypatch: pytest.MonkeyPatch
+):
+    made: list[nn.Module] = []
+    monkeypatch.setattr(dp, "DistributedDataParallel", lambda model, **_: made.append(model))
+    monkeypatch.setattr(dp.compress, "register", lambda *_: None)
+    placed: Any = Replicated.__new__(Replicated)
+    placed.model, placed._compression, placed._copied, placed._group = nn.Linear(2, 1), compression, [], lambda: None
+    placed.parameters = list(placed.model.parameters())
+    placed._make_ddp(all_are_used)
+    assert [isinstance(each, Cargo) for each in made] == [travels] == [placed._cargo is not None]
 
 
 @pytest.mark.parametrize(("ranks", "settled", "tried"), [(3, True, True), (2, True, False), (3, False, False)])

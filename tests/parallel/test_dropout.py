@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from meshrun import RunFailed
 from meshrun.parallel.attention import key_attentions
 from meshrun.parallel.dropout import KeyedDropout, hashed, key_dropouts, mixed
-from meshrun.parallel.moment import Moment, frozen, replay
+from meshrun.parallel.moment import Moment, Place, frozen, replay
 
 B, T, D = 8, 6, 10
 IDS = torch.tensor([5, 3, 11, 0, 999_999_999_999, 7, 1, 2])
@@ -50,6 +50,15 @@ def test_a_dropout_in_place_changes_what_it_was_given(kind: type[nn.Module]):
     assert torch.equal(given != 0, whole)
 
 
+def test_what_all_samples_share_drops_alike_whichever_samples_these_are():
+    drop = keyed()
+    drop.moment.place({"drop": [Place(None, (T, D))]})
+    shared = mask(drop, (T, D))
+    assert 0 < shared.sum() < T * D
+    for ids in (IDS[:1], IDS[2:5], IDS.flip(0)):
+        assert torch.equal(mask(drop, (T, D), ids), shared)
+
+
 def test_masks_of_parts_of_the_sequence_and_of_the_features_are_those_of_the_whole():
     for parts in (2, 3, 6):
         drop, masks = keyed(), []
@@ -65,6 +74,14 @@ def test_masks_of_parts_of_the_sequence_and_of_the_features_are_those_of_the_who
         assert torch.equal(torch.cat(masks, dim=2), WHOLE)
 
 
+def test_parts_of_a_sequence_drop_what_the_whole_does_where_a_sample_has_several_entries():
+    whole, drop, masks = mask(keyed(), (B * 2, 8, D)), keyed(), []
+    for part in range(2):
+        drop.part_of_sequence = part, 2
+        masks.append(mask(drop, (B * 2, 4, D)))
+    assert torch.equal(torch.cat(masks, dim=1), whole)
+
+
 def test_tokens_in_zigzag_order_drop_what_their_positions_say():
     whole = mask(keyed(), (B, 8, D))
     for positions in (torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])):
@@ -75,6 +92,13 @@ def test_tokens_in_zigzag_order_drop_what_their_positions_say():
         for part in range(2):
             drop.part_of_sequence = part, 2
             assert torch.equal(mask(drop, (B, 2, D)), whole[:, positions.chunk(2)[part]])
+
+
+def test_channels_that_are_no_tokens_drop_by_their_own_numbers():
+    whole, drop = mask(keyed(nn.Dropout1d), (B, 6, 5)), keyed(nn.Dropout1d)
+    drop.moment.positions, drop.moment.length = torch.tensor([2, 3, 4]), 8
+    assert torch.equal(mask(drop, (B, 6, 5)), whole)
+    assert torch.equal(mask(drop, (B, 3, 5)), mask(keyed(nn.Dropout1d), (B, 8, 5))[:, [2, 3, 4]])
 
 
 def test_probabilities_of_attention_follow_heads_and_queries():

@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.debug import CommDebugMode
 
 from meshrun import Here, mesh
 from meshrun.layout import parse
 from meshrun.parallel.build import build
+from meshrun.parallel.dtensor import is_dtensor
+from meshrun.parallel.fsdp import accumulating, settle
 from meshrun.parallel.how import How
 from meshrun.parallel.placed import Placed
 from meshrun.train.loop import Trainer
@@ -204,6 +208,31 @@ def test_a_parameter_without_a_part_in_the_loss_stays_as_it_is(layout: str):
     if here.rank == 0:
         torch.manual_seed(4)
         assert torch.equal(weights["idle.weight"], Idle().idle.weight)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("variant", "sent"), [("zero1", [0, 0, 1]), ("zero2", [1, 1, 1]), ("zero3", [1, 1, 1])])
+def test_gradients_are_sent_after_each_micro_batch_but_under_zero1_after_the_last(variant: str, sent: list[int]):
+    start("fsdp=2")
+    model = fully_shard(nn.Linear(4, 2))
+    found = []
+    for last in (False, False, True):
+        accumulating(model, variant, last)
+        with CommDebugMode() as counted:
+            model(torch.ones(3, 4)).sum().backward()
+        found.append(sum(many for kind, many in counted.get_comm_counts().items() if "reduce_scatter" in str(kind)))
+    assert found == sent
+
+
+@pytest.mark.ranks(2)
+def test_what_a_forward_pass_has_left_whole_is_let_go_of_before_an_update():
+    """As of a part of the model that the loss does not use; the update changes the parts alone."""
+    start("fsdp=2")
+    model = fully_shard(nn.Linear(4, 2), reshard_after_forward=False)
+    model(torch.ones(3, 4))
+    assert not is_dtensor(model.weight)
+    settle(model)
+    assert is_dtensor(model.weight)
 
 
 @pytest.mark.ranks(2)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from meshrun.layout import parse
+from meshrun.parallel import meshed
 from meshrun.parallel.meshed import Meshed
 
 
@@ -74,3 +75,25 @@ def test_who_holds_the_same_elements_differs_only_along_axes_that_do_not_cut_the
     placed.here = SimpleNamespace(rank=rank, size=8, layout=layout, place=layout.coordinates(rank).__getitem__)
     placed._sharded, placed._ties, placed._holders_of = False, ties, {}
     assert placed._holders(SimpleNamespace(name="w", split_dim=split_dim)) == holders
+
+
+def test_collected_gradients_of_which_each_rank_of_tp_has_a_part_are_summed(
+    placed: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """Those of a matrix in bf16 that all of them hold, where each has computed with tokens of its own."""
+    whole, part, unused = (nn.Parameter(torch.zeros(2)) for _ in range(3))
+    whole.grad, part.grad = torch.full((2,), 2.0), torch.full((2,), 3.0)
+    summed: list[float] = []
+
+    def add_up(gradients: list[torch.Tensor], _group: object) -> None:
+        summed.extend(each[0].item() for each in gradients)
+        raise ZeroDivisionError  # what comes after it is not looked at
+
+    placed._sharded, placed._copied, placed._partial = False, [], {part, unused}
+    placed.trained = [SimpleNamespace(master=each) for each in (whole, part, unused)]
+    placed.shards = [SimpleNamespace(parameter=each) for each in (whole, part, unused)]
+    placed.here.submesh = lambda _: SimpleNamespace(get_group=lambda: None)
+    monkeypatch.setattr(meshed, "summed", add_up)
+    with pytest.raises(ZeroDivisionError):
+        placed._finish_gradients()
+    assert summed == [3.0]

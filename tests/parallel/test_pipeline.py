@@ -39,6 +39,26 @@ def test_messages_of_a_lane_are_told_apart_by_their_number_and_direction():
     assert first._tag("from", 1) == tags[0] and first._tag("to", 2) == tags[0]
 
 
+def test_what_is_sent_has_no_gaps_and_is_described_once_for_training_and_once_for_evaluation():
+    sent: list[Tensor] = []
+
+    def send(tensor: Tensor, peer: int) -> Any:
+        assert peer == 5
+        sent.append(tensor)
+        return SimpleNamespace(is_completed=lambda: True), tensor
+
+    run: Any = _Run.__new__(_Run)
+    here, lanes = SimpleNamespace(device=torch.device("cpu")), {("F", False): SimpleNamespace(send=send)}
+    run.pipeline = SimpleNamespace(here=here, _lanes=lanes, _peers=(4, 5), ranks=2, _shapes={})
+    run.pieces, run._sending = [Piece(torch.zeros(3, 2), None, ids=[0, 1, 2], real=3)], []
+    for scale, messages in ((1.0, 2), (1.0, 1), (None, 2), (None, 1)):
+        run.scale = scale
+        sent.clear()
+        run._send("F", Action("F", 0, 0), 1, [torch.arange(6).view(2, 3).t()])
+        assert len(sent) == messages
+        assert sent[-1].is_contiguous() and sent[-1].tolist() == [[0, 3], [1, 4], [2, 5]]
+
+
 def run_of(stages: int) -> tuple[Any, list[tuple[str, int, list[Tensor]]]]:
     """A pass that computes stage 1, with what it sends."""
     sent: list[tuple[str, int, list[Tensor]]] = []

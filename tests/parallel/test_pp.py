@@ -5,7 +5,9 @@ The stages run here in one process, without messages; `tests/train/test_axes.py`
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -279,6 +281,20 @@ def test_stages_one_after_the_other_compute_what_the_model_does(name: str, stage
             torch.testing.assert_close(gradients[each], parameter.grad, rtol=1e-4, atol=1e-5, msg=each)
         else:
             assert each not in gradients
+
+
+def test_a_stage_does_not_hold_on_to_what_it_has_received():
+    experiment = MODELS[next(iter(MODELS))]()
+    whole = experiment.model().eval()
+    demands = demands_of(experiment)
+    first, second = staged(demands, whole, 2)
+    with torch.no_grad():
+        received = first((), inputs := demands.sample()[0])
+        there = [weakref.ref(each) for each in received]
+        second(received, inputs)
+    del received
+    gc.collect()
+    assert [each() for each in there] == [None] * len(there)
 
 
 @pytest.mark.parametrize("stages", [2, 4])

@@ -11,11 +11,11 @@ from meshrun import mesh
 from meshrun.parallel.vocabulary import split_cross_entropy
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("scale", [1.0, 300.0])
 def test_split_logits_give_the_loss_and_gradients_of_whole_ones(scale: float):
     """Logits of hundreds: without the largest of all ranks, their exponentials are infinite or all zero."""
-    mesh.use(mesh.Meeting(layout="tp=2", device="cpu"))
+    mesh.use(mesh.Meeting(layout="dp=2,tp=2", device="cpu"))
     here = mesh.start()
     assert here.mesh is not None
     torch.manual_seed(0)

@@ -191,6 +191,7 @@ def test_a_jump_is_judged_from_enough_losses_on_and_at_the_limit_is_none():
     even = [1.0] * ENOUGH
     watching = Policy(on_spike="stop", spike=20.0)
     assert watching.judge(1.2, 1.0, even) is None, "20 times one percent of the median is allowed"
+    assert watching.judge(-0.81, 1.0, [-1.0] * len(even)) is None, "of its size, where losses are below 0"
     found = watching.judge(1.21, 1.0, even)
     assert found == Verdict("stop", "the loss jumps to 1.21 from a median of 1 (--spike)")
     assert watching.judge(1.21, 1.0, even[1:]) is None

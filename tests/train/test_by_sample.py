@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from meshrun import randn_like, shard
 from meshrun.data.order import slice_of
 from meshrun.train import by_sample
-from meshrun.train.by_sample import compute_on
+from meshrun.train.by_sample import compute_in, compute_on, leave
 from tests.train.small import start_on_cpu
 
 IDS = torch.tensor([17, 4, 90, 3, 8, 55])
@@ -40,9 +40,9 @@ LSTM = nn.LSTM(3, 4, num_layers=2, dropout=0.5, bidirectional=True)
 GRU = nn.GRU(3, 4, num_layers=3, dropout=0.5, batch_first=True)
 
 
-def attend(samples: int) -> Tensor:
-    query = VALUES.view(1, 1, 3, 8).expand(samples, 2, 3, 8)
-    return F.scaled_dot_product_attention(query, query, query, dropout_p=0.5, is_causal=True)
+def attend(samples: int, heads: int = 2) -> Tensor:
+    query, key = (VALUES.view(1, 1, 3, 8).expand(samples, count, 3, 8) for count in (heads, 2))
+    return F.scaled_dot_product_attention(query, key, key, dropout_p=0.5, is_causal=True, enable_gqa=heads > 2)
 
 
 DRAWS: dict[str, tuple[int, Callable[[int], Tensor]]] = {
@@ -53,12 +53,14 @@ DRAWS: dict[str, tuple[int, Callable[[int], Tensor]]] = {
     "attention weights as square as the batch": (0, lambda n: F.dropout(torch.full((n * 2, 2, 2), 0.5), 0.5)),
     "nn.MultiheadAttention": (0, lambda n: ATTENTION(*[torch.arange(24.0).view(1, 3, 8).expand(n, 3, 8)] * 3)[0]),
     "attention with dropout": (0, lambda n: attend(n)),
+    "attention of heads that share keys": (0, lambda n: attend(n, heads=4)),
     "attention without weights": (0, lambda n: ATTENTION(*[VALUES.expand(n, 3, 8)] * 3, need_weights=False)[0]),
     "nn.LSTM": (1, lambda n: LSTM(torch.ones(5, n, 3))[0]),
     "nn.GRU, batch first": (0, lambda n: GRU(torch.ones(n, 5, 3))[0]),
     "nn.AlphaDropout": (0, lambda n: nn.AlphaDropout(0.5)(torch.ones(n, 7))),
     "nn.FeatureAlphaDropout": (0, lambda n: nn.FeatureAlphaDropout(0.5)(torch.ones(n, 7, 2))),
     "nn.Dropout2d": (0, lambda n: nn.Dropout2d(0.5)(torch.ones(n, 9, 2, 2))),
+    "nn.Dropout2d without a width": (0, lambda n: nn.Dropout2d(0.5)(torch.ones(n, 9, 2))),
     "randn_like": (0, lambda n: randn_like(torch.empty(n, 3, 2))),
     "randn_like, time first": (1, lambda n: randn_like(torch.empty(5, n))),
 }
@@ -70,11 +72,12 @@ ZEROS = [name for name in DRAWS if name.startswith(("nn.Dropout", "F.", "time", 
 @pytest.mark.parametrize("name", DRAWS)
 def test_parts_of_a_batch_draw_what_the_whole_batch_draws(name: str):
     dim, draw = DRAWS[name]
-    whole = drawn(slice(0, 6), draw)
+    whole, after = drawn(slice(0, 6), draw), torch.get_rng_state()
     for part in (slice(0, 4), slice(4, 6), slice(6, 6)):
         entries = whole.shape[dim] // 6
         expected = whole.movedim(dim, 0)[part.start * entries : part.stop * entries]
         torch.testing.assert_close(drawn(part, draw).movedim(dim, 0), expected, rtol=1e-5, atol=1e-6)
+        assert torch.equal(torch.get_rng_state(), after), "all ranks draw the same words, also one without samples"
     assert 0.2 < (whole == 0).float().mean() < 0.8 or name not in ZEROS
 
 
@@ -105,6 +108,29 @@ def test_dropout_in_place_writes_in_place(name: str, shape: tuple[int, ...]):
     assert output is x and 0 < (x == 0).sum() < x.numel()
 
 
+@pytest.mark.parametrize("name", ["dropout", "dropout1d", "dropout2d", "dropout3d"])
+def test_what_stays_is_scaled(name: str):
+    compute_on(IDS)
+    dims = {"dropout2d": 1, "dropout3d": 2}.get(name, 0)
+    output = getattr(F, name)(torch.ones(6, 50, 2, *[2] * dims), 0.75)
+    assert output.unique().tolist() == [0, 4]
+
+
+def test_what_another_library_has_put_in_the_place_of_torch_s_dropout_is_called(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(by_sample, "_before", dict(by_sample._before))
+    monkeypatch.setattr(F, "dropout", lambda *_, **__: "theirs")
+    compute_on(IDS)
+    assert F.dropout(torch.ones(5), 0.5) == "theirs"
+
+
+def test_a_sentence_is_said_once_whatever_its_figures(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(by_sample, "_warned", set())
+    with pytest.warns(UserWarning) as said:
+        for what in ("one (2): a", "one (3): b", "another: a"):
+            by_sample.warn(what)
+    assert [str(each.message) for each in said] == ["one (2): a", "another: a"]
+
+
 def test_recomputed_activations_drop_the_same():
     compute_on(IDS)
     x = torch.ones(6, 50, requires_grad=True)
@@ -122,6 +148,17 @@ def test_a_tensor_without_the_batch_and_evaluation_are_left_to_torch():
     assert torch.equal(F.dropout(torch.ones(5, 50), 0.5), ours)
     compute_on(IDS)
     assert F.dropout(torch.ones(6, 9), 0.5, training=False).sum() == 54
+
+
+def test_a_loop_that_ends_leaves_the_samples_of_the_loop_around_it():
+    outer, middle, inner = object(), object(), object()
+    for number, loop in enumerate((outer, middle, inner)):
+        compute_in(loop, IDS[: number + 1])
+    for loop, samples in ((inner, 2), (outer, 2), (middle, None)):
+        leave(loop)
+        ids = compute_on(None)
+        assert ids is None if samples is None else ids is not None and len(ids) == samples
+        compute_on(ids)
 
 
 @pytest.mark.ranks(2)

@@ -133,8 +133,9 @@ def test_what_was_left_out_is_read_once_each(tmp_path: Path):
         bad.add("val", 3, ())
     with (tmp_path / "rank-00001.jsonl").open("a") as file:
         file.write('{"set": "tr')
+    BadSamples(tmp_path, 1).add("train", 5, ((4, "because"),))  # after half a line of the process before it
     assert read_bad(tmp_path) == {
-        "count": 3,
+        "count": 4,
         "samples": [{"set": "train", "id": 4, "why": "because"}, {"set": "train", "id": 17, "why": "why"}],
     }
     lines = (tmp_path / "rank-00000.jsonl").read_text().splitlines()

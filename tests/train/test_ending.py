@@ -21,7 +21,7 @@ from meshrun import Here, mesh
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import RunFailed
 from meshrun.layout import parse
-from meshrun.train.deadline import Deadline, deadline_of
+from meshrun.train.deadline import Deadline, _stat, deadline_of
 from meshrun.train.ending import Ending, Signals, begin_anew
 from meshrun.train.interval import Every
 from meshrun.train.loop import Stopped, Trainer
@@ -375,6 +375,22 @@ def test_ranks_started_anew_without_time_for_a_step_keep_the_steps_of_those_befo
         assert [path.name for path in tmp_path.glob("step-*")] == ["step-00000005"]
 
 
+@pytest.mark.parametrize(("finals", "ends"), [((False, False), False), ((False, True), True), ((None, True), True)])
+def test_ranks_keep_their_state_for_good_if_a_launcher_of_any_node_says_that_nothing_comes_after_them(
+    alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finals: tuple[bool | None, ...], ends: bool
+):
+    trainer = keeping_trainer(alone, tmp_path)
+    ending = Ending(trainer, RunDirectory(tmp_path), Signals(), None, memory=tmp_path)
+    monkeypatch.setattr(
+        Here, "gathered", lambda *_: [("it got SIGTERM", "signal", signal.SIGTERM, each) for each in finals]
+    )
+    if ends:
+        assert ending.conclude(Stopped("to be started anew"))["why"] == "it got SIGTERM"
+    else:
+        with pytest.raises(Stopped, match="to be started anew"):
+            ending.conclude(Stopped("to be started anew"))
+
+
 def test_a_run_that_keeps_no_state_does_not_stop_by_the_clock(alone: Here, tmp_path: Path):
     never = Keeping(tmp_path, None, Every(never=True))
     trainer = Trainer(small(64, 8, steps=20), alone, keeping=never)
@@ -417,9 +433,52 @@ def test_an_end_that_slurm_does_not_say_at_once_is_learned_beside_the_training(a
     assert re.fullmatch(r"the deadline is in \d s", ending.conclude(Stopped(""))["why"])
 
 
+def test_slurm_is_asked_again_once_it_has_answered_and_an_end_stays_without_an_answer():
+    answers, asked = iter([50.0, None, None]), list[int]()
+    go = threading.Event()
+
+    def ask() -> float | None:
+        asked.append(1)
+        go.wait(10)
+        return next(answers)
+
+    deadline = Deadline(0.0, 30.0, ask=ask)
+    deadline.ask()
+    deadline.ask()
+    go.set()
+    for count in (1, 2):
+        deadline.wait(10)
+        assert (len(asked), deadline.end) == (count, 50.0)
+        deadline.ask()
+        deadline.wait(10)
+
+
+def test_what_linux_says_of_a_process_is_read_whatever_its_name():
+    name = Path("/proc/self/comm")
+    before = name.read_text()
+    try:
+        name.write_text("a) b (c")
+        assert _stat(os.getpid())[1] == str(os.getppid())
+    finally:
+        name.write_text(before)
+
+
+def test_an_end_that_nobody_knows_is_asked_for_ever_more_seldom(monkeypatch: pytest.MonkeyPatch):
+    deadline, asked = Deadline(0.0), list[int]()
+    deadline.ask = lambda: asked.append(now)  # type: ignore[method-assign]
+    for now in range(0, 100, 5):
+        monkeypatch.setattr("meshrun.train.deadline.time.monotonic", lambda now=now: 1000.0 + now)
+        deadline.ask_while_unknown()
+    assert asked == [0, 10, 30, 70]
+
+
 def test_a_deadline_is_counted_from_the_start_of_the_run_or_is_that_of_the_job():
     found = deadline_of(RunConfig(target="digits", deadline="10min"), {}, began=1000.0)
     assert found is not None and (found.end, found.limit, found.slack) == (1600.0, 600.0, 11.0)
+    found = deadline_of(RunConfig(target="digits", deadline="20s"), {}, began=1000.0)
+    assert found is not None and (found.slack, found.unknown_checkpoint) == (2.0, 5.0), (
+        "a short time has shares for both"
+    )
     job = {"SLURM_JOB_ID": "17", "SLURM_JOB_END_TIME": "8200"}
     found = deadline_of(RunConfig(target="digits"), job, began=1000.0)
     assert found is not None and (found.end, found.limit, found.slack) == (8200.0, 7200.0, 60.0)

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from meshrun import Loss, UserError, accuracy, cross_entropy, token_cross_entropy
 from meshrun.data.loader import Reading
+from meshrun.parallel.placed import Cutting
 from meshrun.train import evaluate as evaluate_module
 from meshrun.train.evaluate import at_once, wider
 from meshrun.train.loop import Trainer
@@ -36,6 +37,13 @@ def test_small_batches_are_made_wider_where_there_is_room():
     assert wider(2, 153, fitting=20) == 20 and wider(2, 30, fitting=1000) == 30
     assert wider(2, 153, fitting=0) == 2 and wider(64, 153, fitting=1000) == 64 and wider(2, 0, fitting=1000) == 2
     assert [wider(2, share, 64) for share in (64, 65, 1)] == [64, 33, 2]
+
+
+def test_as_many_samples_fit_as_half_of_the_free_memory_has_room_for(monkeypatch: pytest.MonkeyPatch):
+    for taken, fitting in ((10, 20), (0, 0)):
+        monkeypatch.setattr(evaluate_module, "room", lambda _, taken=taken: (100, taken))
+        assert evaluate_module.fitting_on(torch.device("cuda"), 4) == fitting
+        assert evaluate_module.fitting_on(torch.device("cpu"), 4) == 0
 
 
 @on_ranks(1, 2, 3, 4)
@@ -168,6 +176,29 @@ def test_a_loss_over_nothing_is_none_and_weighed_counts_stay_whole(
         here, placed, small(4, 2), Reading(), "val", lambda: None, lambda *_: None, fitting=0
     )
     assert found == pytest.approx({"loss": loss, "count": shown}, nan_ok=True)
+
+
+@pytest.mark.parametrize(("axis", "skipped"), [("none", 1), ("dp", 1), ("pp", 0), ("cp", 0), ("tp", 0)])
+def test_a_sample_that_was_skipped_counts_once_for_all_ranks_that_share_it(axis: str, skipped: int):
+    """Each tells of it but for the first of them on each axis, whose place there is 0."""
+
+    class Torn(list[tuple[Tensor, Tensor]]):
+        def __getitem__(self, number: Any) -> Any:
+            if number == 2:
+                raise ValueError("torn")
+            return super().__getitem__(number)
+
+    data = Torn([(torch.zeros(5), torch.tensor(1))] * 4)
+    here: Any = SimpleNamespace(
+        replica=0, replicas=1, device=torch.device("cpu"), place=lambda each: 1 if each == axis else 0
+    )
+    placed: Any = SimpleNamespace(
+        cutting=Cutting(), scores=lambda pieces, _: torch.tensor([[float(sum(each.real for each in pieces)), 0]])
+    )
+    sums = evaluate_module._own_sums(
+        here, placed, small(4, 4, evals={"val": data}), Reading(skip_bad=True), "val", {}, lambda: None, print, 0
+    )
+    assert sums.tolist() == [[3, 0], [skipped, 0]]
 
 
 def test_a_rank_computes_a_sample_at_a_time_at_least():

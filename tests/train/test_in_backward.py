@@ -135,6 +135,13 @@ def test_a_gradient_is_gone_before_the_next_weight_gets_its_own(how: How, most: 
 
 
 @pytest.mark.usefixtures("alone")
+@pytest.mark.ranks(1)
+def test_the_optimizer_has_all_of_its_parameters_when_their_updates_are_over():
+    trainer = trained("dp=1", experiment(), AT_ONCE)
+    (group,) = trainer.optimizer.param_groups
+    assert [id(each) for each in group["params"]] == [id(each.parameter) for each in trainer.placed.shards]
+
+
 def test_what_needs_all_gradients_is_refused_in_a_sentence():
     layout = parse("dp=1")
     for changes, how, why in (

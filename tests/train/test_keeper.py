@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from meshrun import Here, RunFailed, UserError, mesh
+from meshrun.config import write_json
 from meshrun.data.order import Order
 from meshrun.state.memory import memory_files
 from meshrun.train.interval import Every, parse
@@ -76,6 +77,20 @@ def test_a_step_is_due_once(alone: Here, tmp_path: Path):
     assert not keeper._due(STEPS), "nor the last one"
 
 
+@pytest.mark.parametrize("generation", [0, 1])
+def test_memory_in_which_others_still_read_is_not_made_ready_by_ranks_that_were_started_anew(
+    alone: Here, tmp_path: Path, generation: int
+):
+    memory = tmp_path / "memory"
+    before = trainer_in(tmp_path, alone, Every(steps=100), memory=memory)
+    train(before, 2)
+    keeper_of(before)._snapshot()
+    assert len(memory_files(memory)) == 1
+    anew = trainer_in(tmp_path / "anew", alone, Every(steps=100), memory=memory, generation=generation)
+    train(anew, 2)
+    assert len(memory_files(memory)) == generation
+
+
 def test_by_the_clock_it_is_saved_when_the_time_has_come_and_no_write_is_under_way(
     alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -90,6 +105,15 @@ def test_by_the_clock_it_is_saved_when_the_time_has_come_and_no_write_is_under_w
     monkeypatch.setattr(Keeper, "_busy", True)
     keeper._look = 0
     assert not keeper._due(1), "the last one is still being written"
+
+
+def test_another_rank_that_still_writes_is_waited_for(alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    keeper = keeper_of(trainer_in(tmp_path, alone, Every(given=10.0)))
+    now = keeper._saved_at + 10.1
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    for busy in (True, False):
+        monkeypatch.setattr(Here, "gathered", lambda _, own, busy=busy: [own, (*own[:3], busy, *own[4:])])
+        assert keeper._time_has_come(1) is not busy
 
 
 def test_a_checkpoint_that_could_not_be_written_is_tried_again_before_the_next_is_due(
@@ -216,9 +240,82 @@ def test_a_rank_that_is_left_alone_puts_its_state_into_its_node_s_memory(tmp_pat
     here.gathered(None)
 
 
+@pytest.mark.parametrize("final", [True, False])
+def test_state_is_left_in_memory_for_ranks_that_come_and_on_the_disk_where_none_will(
+    alone: Here, tmp_path: Path, final: bool
+):
+    memory = tmp_path / "memory"
+    trainer = trainer_in(tmp_path, alone, Every(steps=100), memory=memory)
+    train(trainer, 3)
+    memory.mkdir(mode=0o700, exist_ok=True)
+    write_json(memory / "dead-0.json", {"ranks": [1], "final": final})
+    keeper_of(trainer).leave(graceful=False)
+    left = [file.path.name for file in memory_files(memory) if file.path.name.startswith("words")]
+    assert (saved_in(tmp_path), left) == (([4], []) if final else ([], ["words-00000.safetensors"]))
+
+
+def test_what_the_dead_would_have_written_is_left_by_others(
+    alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    memory, dead = tmp_path / "memory", list[Any]()
+    trainer = trainer_in(tmp_path, alone, Every(steps=100), memory=memory)
+    memory.mkdir(mode=0o700)
+    write_json(memory / "dead-0.json", {"ranks": [1, 3], "final": False})
+    monkeypatch.setattr(Keeper, "_last_words", lambda _, ranks: dead.append(ranks))
+    keeper_of(trainer).leave(graceful=True)
+    assert dead == [{1, 3}]
+
+
+def test_a_training_goes_back_once_what_is_being_written_is_there(
+    alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    keeper, done = keeper_of(trainer_in(tmp_path, alone)), list[str]()
+    monkeypatch.setattr(keeper.saver, "wait", lambda: done.append("written"))
+    monkeypatch.setattr(keeper.recovery, "go_back", lambda before: done.append("read") or before - 1)
+    assert keeper.go_back(4) == 3 and done == ["written", "read"]
+
+
+def test_what_other_nodes_hold_is_left_on_each(alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By the first rank of the node that is not dead, here one of ranks 4 to 7."""
+    trainer, writers = trainer_in(tmp_path, alone, memory=tmp_path / "memory"), list[int]()
+    trainer.here = replace(alone, world=replace(alone.world, rank=6, local_rank=2, size=12, local_size=4))
+
+    def found(_trainer: Any, _moment: Any, writer: Any) -> list[Any]:
+        writers.extend(writer(holders) for holders in ((0, 5, 7, 8), (0, 4, 7), (0, 1)))
+        return []
+
+    monkeypatch.setattr("meshrun.train.keeper.regions", found)
+    keeper_of(trainer)._last_words(frozenset({4}))
+    assert writers == [5, 7, 6]
+
+
+@pytest.mark.parametrize("mine", [1.0, 9.0])
+def test_the_rank_whose_checkpoint_costs_most_decides_how_often_there_is_one(
+    alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mine: float
+):
+    keeper, costs = keeper_of(trainer_in(tmp_path, alone, parse("auto"))), list[Any]()
+    keeper._cost = mine
+    monkeypatch.setattr(Every, "seconds", lambda _, cost, __: costs.append(cost) or 100.0)
+    monkeypatch.setattr(Here, "gathered", lambda _, own: [own, (*own[:2], 5.0, *own[3:])])
+    keeper._time_has_come(1)
+    assert costs == [max(mine, 5.0)]
+
+
+def test_copies_in_memory_take_a_small_share_of_the_time(alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    trainer = trainer_in(tmp_path, alone)
+    keeper, trainer.step = keeper_of(trainer), 10
+    monkeypatch.setattr(time, "monotonic", lambda: 50.0)
+    monkeypatch.setattr(Keeper, "_busy", True)
+    for cost, steps in ((0.0, 1), (0.1, 5), (1.0, 50)):
+        keeper._copied, keeper._copy_cost = (0, 40.0), cost  # a second a step
+        keeper._copy_to_memory()
+        assert keeper._spare_at == 10 + steps
+
+
 def test_what_belongs_to_a_weight_is_known_by_its_name():
     assert _weight_of("model/block.0.w") == "model/block.0.w"
     assert _weight_of("optimizer/block.0.w/exp_avg") == "model/block.0.w"
+    assert _weight_of("optimizer/of/w/exp_avg") == "model/of/w"
 
 
 def test_a_state_speaks_of_its_own_moment(alone: Here, tmp_path: Path):
@@ -414,6 +511,16 @@ def test_a_checkpoint_that_failed_is_known_until_one_is_kept(alone: Here, tmp_pa
     assert keeper.save_now() is None and keeper.unsaved is None
 
 
+def test_best_weights_that_are_late_are_written_before_a_checkpoint_says_that_they_are_there(
+    alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    trainer = trainer_in(tmp_path, alone, Every(steps=4))
+    seen: list[list[int]] = []
+    monkeypatch.setattr(trainer, "write_late_weights", lambda: seen.append(saved_in(tmp_path)))
+    trainer.train()
+    assert saved_in(tmp_path) == [4, STEPS] and seen == [[], [4]]
+
+
 def test_a_rank_that_is_left_alone_saves_within_its_time_and_nothing_of_step_0(alone: Here, tmp_path: Path):
     trainer = trainer_in(tmp_path, alone, Every(steps=100))
     keeper = keeper_of(trainer)
@@ -425,6 +532,13 @@ def test_a_rank_that_is_left_alone_saves_within_its_time_and_nothing_of_step_0(a
     assert saved_in(tmp_path) == [trainer.step] and keeper.saver.timeout == LAST_SAVE
     keeper._save()
     assert keeper._saved_at > since
+
+
+def test_a_rank_that_is_left_alone_keeps_nothing_where_no_checkpoints_are_wanted(alone: Here, tmp_path: Path):
+    trainer = trainer_in(tmp_path, alone, Every(never=True))
+    train(trainer, 3)
+    keeper_of(trainer).leave(graceful=True)
+    assert saved_in(tmp_path) == []
 
 
 def test_how_often_ranks_fail_goes_by_how_many_there_are(alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

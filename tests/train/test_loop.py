@@ -19,13 +19,14 @@ from torch.utils.data import TensorDataset
 from meshrun import Here, Loss, RunFailed, UserError, accuracy, cross_entropy, mean_squared_error
 from meshrun.data.order import Order
 from meshrun.experiment import Experiment, Metric
+from meshrun.parallel.placed import Placed
 from meshrun.state.weights import load_weights, save_weights
 from meshrun.train import writing
 from meshrun.train.loop import Stopped, Trainer
 from meshrun.train.totals import Totals
 from meshrun.train.totals import Update as TotalsUpdate
 from meshrun.train.weight_files import WeightFiles
-from tests.train.small import on_ranks, plainly, points, small, start_on_cpu
+from tests.train.small import CLIP, on_ranks, plainly, points, small, start_on_cpu
 
 
 def test_steps_yields_after_every_update_with_its_loss(alone: Here):
@@ -405,6 +406,31 @@ def test_bf16_computes_products_in_bfloat16_and_keeps_weights_in_fp32(precision:
     assert trainer.model.seen == {dtype} and trainer.model.layer.weight.dtype == dtype
     assert {each.dtype for _, each in trainer.placed.weights()} == {torch.float32}, "what is kept"
     assert result["losses"] == pytest.approx(plainly(small(20, 6, model=Precise)).losses, rel=2e-2)
+
+
+def test_products_on_gpus_round_where_tf32_was_asked_for_and_nowhere_else(alone: Here):
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.conv.fp32_precision  # type: ignore[attr-defined]
+    try:
+        for precision, products, convolutions in (("tf32", "high", "tf32"), ("fp32", "highest", "ieee")):
+            Trainer(small(20, 6, precision=precision), alone)
+            assert torch.get_float32_matmul_precision() == products
+            assert torch.backends.cudnn.conv.fp32_precision == convolutions  # type: ignore[attr-defined]
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.conv.fp32_precision = before[1]  # type: ignore[attr-defined]
+
+
+def test_gradients_that_somebody_looks_at_are_those_of_the_update_and_used_as_they_are(alone: Here):
+    shown: list[float] = []
+
+    def inspect(_: int, placed: Placed) -> None:
+        shown.append(math.hypot(*(each.gradient.norm().item() for each in placed.shards if each.gradient is not None)))
+
+    experiment = small(20, 6, steps=5)
+    trainer = Trainer(experiment, alone, inspect=inspect)
+    list(trainer.steps())
+    assert trainer.totals.losses == pytest.approx(plainly(experiment).losses, rel=1e-6)
+    assert shown == pytest.approx([min(CLIP, norm) for norm in trainer.totals.grad_norms], rel=1e-4)
 
 
 def test_the_first_step_counts_in_samples_and_not_in_the_speed():

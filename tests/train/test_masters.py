@@ -382,13 +382,13 @@ def test_an_update_in_one_pass_is_the_optimizers_own(alone: Here, optimizer: Cal
         for update in updates:
             update(factor)
             update.forget()
-        if step == 5:  # as after a checkpoint was loaded
-            for state in at_once.optimizer.state.values():
-                state.update({key: value.clone() for key, value in state.items()})
+        if step == 5:  # as after going back to a checkpoint of two steps before
+            for state in (*at_once.optimizer.state.values(), *plain.optimizer.state.values()):
+                state.update({key: value.clone() - 2 * (key == "step") for key, value in state.items()})
     for mine, other in zip(at_once.placed.shards, plain.placed.shards, strict=True):
         assert mine.gradient is None and other.gradient is None
         torch.testing.assert_close(mine.parameter, other.parameter, rtol=1e-5, atol=1e-6)
         assert mine.copy is None or torch.equal(mine.copy, mine.parameter.bfloat16())
         kept, wanted = at_once.optimizer.state[mine.parameter], plain.optimizer.state[other.parameter]
-        assert list(kept) == list(wanted) and kept["step"].item() == wanted["step"].item() > 8
+        assert list(kept) == list(wanted) and kept["step"].item() == wanted["step"].item() in (7, 8)
         assert all(kept[key].dtype == wanted[key].dtype and kept[key].shape == wanted[key].shape for key in wanted)

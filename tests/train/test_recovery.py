@@ -51,6 +51,27 @@ def test_state_in_memory_that_lacks_a_tensor_is_passed_over(
     assert anew is not None and anew["source"] == "a checkpoint"
 
 
+def test_state_in_memory_that_another_rank_lacks_is_taken_by_none(
+    alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    memory = tmp_path / "memory"
+    trainer_in(tmp_path, alone).train()
+    left_in_memory(trainer_in(tmp_path / "other", alone, memory=memory), 5)
+    lacking, taken, restore = ["rank 1 lacks a file"], list[int](), module.restore
+
+    def gathered(_: Here, value: object) -> list[object]:
+        return [value, lacking.pop()] if value == "" and lacking else [value]
+
+    def noted(trainer: Trainer, checkpoint: Checkpoint) -> None:
+        taken.append(checkpoint.step)
+        restore(trainer, checkpoint)
+
+    monkeypatch.setattr(Here, "gathered", gathered)
+    monkeypatch.setattr(module, "restore", noted)
+    anew = trainer_in(tmp_path, alone, generation=1, memory=memory).resume()
+    assert anew is not None and (anew["step"], taken) == (4, [4]), "the one before it, which nobody lacks"
+
+
 def test_a_state_that_was_put_back_in_part_ends_the_run(alone: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     memory = tmp_path / "memory"
     left_in_memory(trainer_in(tmp_path / "other", alone, memory=memory), 5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,19 @@ def test_best_weights_that_the_disk_refused_are_written_at_the_end(tmp_path: Pat
     folder.unlink()
     assert run.files.keep_last({"step": 2}) == []
     assert (kept(folder, "best"), kept(folder, "last")) == (1.0, 2.0)
+
+
+def test_a_disk_that_refuses_again_is_told_of_again(tmp_path: Path):
+    folder = refusing(tmp_path)
+    run = Run(folder)
+    for _ in range(2):
+        run.keep_best(1.0)
+    folder.unlink()
+    assert run.files.write_late() is None and kept(folder, "best") == 1.0
+    shutil.rmtree(folder)
+    folder.touch()
+    run.keep_best(2.0)
+    assert len(run.notes) == 2
 
 
 def test_late_weights_do_not_replace_newer_ones(tmp_path: Path):
