@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import os
 import pickle
 import struct
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +20,7 @@ from safetensors.numpy import load_file
 from meshrun import TokenFile
 from meshrun.data.samples import may_draw
 from meshrun.data.sources import source, tokens
-from meshrun.data.sources.token_format import read_layout, sha256_of_numbers, write
+from meshrun.data.sources.token_format import read_layout, sha256_of_numbers, tokenizer_beside, write
 from meshrun.errors import BadSample, RunFailed, UserError
 
 LENGTHS = np.array([5, 1, 9, 300, 2, 40, 0, 3, 77, 1, 1, 60])
@@ -317,3 +320,15 @@ def test_a_choice_next_to_documents_that_do_not_follow_each_other_is_refused(
     """One of the numbers between them is wrong, and nobody knows which one."""
     with pytest.raises(UserError, match="token file x is damaged: its document 1 spans"):
         tokens._checked(Path("x"), np.array(starts), *chosen, 9)
+
+
+def test_only_the_tokenizer_that_made_a_file_is_taken_for_its_own(file: Path):
+    data, beside = TokenFile(file, 7), tokenizer_beside(file)
+    with pytest.raises(UserError, match=r"the tokenizer of .* cannot be read"):
+        assert data.tokenizer
+    beside.write_bytes(b"words")
+    assert data.tokenizer == beside, "an earlier version has not said which one it was"
+    for content, is_own in ((b"words", True), (b"other words", False)):
+        data.layout = replace(data.layout, tokenizer_sha256=hashlib.sha256(content).hexdigest())
+        with contextlib.nullcontext() if is_own else pytest.raises(UserError, match="is not the tokenizer that made"):
+            assert data.tokenizer == beside
