@@ -83,7 +83,7 @@ def test_a_large_jpeg_is_decoded_at_a_reduced_scale(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(pictures, "_coloured", lambda image: before(seen.append(image.size) or image))
     data = encoded(gradient(600, 1000), "JPEG", quality=95)
     small, large = decoded(data, 60), decoded(data, 400)
-    assert seen == [(125, 75), (1000, 600)]
+    assert seen == [(75, 75), (600, 600)]
     smaller = torch.nn.functional.interpolate(large[None].float(), (60, 60), mode="area")[0]
     assert (small.float() - smaller).abs().mean() < 3
 
@@ -165,6 +165,51 @@ def test_a_picture_that_is_too_large_is_not_decoded(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
     with pytest.raises(ValueError, match=r"too large \(image size \(1500 pixels\)"):
         decoded(encoded(gradient()))
+
+
+def solid(width: int, height: int, mode: str = "RGB", format: str = "PNG", **how: object) -> bytes:
+    return encoded(Image.new(mode, (width, height)), format, **how)
+
+
+BOMBS = {
+    "rgba": lambda: solid(600, 500, "RGBA"),
+    "wide": lambda: solid(100_000, 1, "RGBA"),
+    "tall": lambda: solid(1, 150_000, "L"),
+    "webp": lambda: solid(300, 300, format="WEBP", lossless=True),
+    "progressive": lambda: solid(600, 600, format="JPEG", progressive=True, quality=1),
+    "tiff": lambda: solid(500, 400, format="TIFF", compression="tiff_deflate"),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_a_small_file_that_would_become_a_picture_beyond_reason_is_refused(monkeypatch: pytest.MonkeyPatch, kind: str):
+    data = BOMBS[kind]()
+    decoded(data)
+    monkeypatch.setattr(pictures, "LARGE", 1 << 20)
+    with pytest.raises(ValueError, match=r"pixels, which take [1-9],[\d,]{7} bytes of memory; that is too much for"):
+        decoded(data)
+
+
+def test_a_large_picture_takes_its_memory_once(monkeypatch: pytest.MonkeyPatch):
+    scan = solid(4960, 7016, "1", "TIFF", compression="group4")  # a page at 600 dots an inch, in two kilobytes
+    monkeypatch.setattr(pictures, "_BAND", 1 << 18)
+    whole, most = pictures._coloured, []
+    monkeypatch.setattr(pictures, "_coloured", lambda band: whole(most.append(band.width * band.height) or band))
+    assert len(scan) < 3000 and not decoded(scan, 64).any() and max(most) <= 1 << 18 and sum(most) == 4960**2
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "L", "P", "I;16"])
+def test_a_picture_in_bands_is_the_picture_as_a_whole(monkeypatch: pytest.MonkeyPatch, mode: str):
+    pixels = np.random.default_rng(1).integers(0, 256, (150, 130, 3), dtype=np.uint8)
+    image = (
+        Image.fromarray(pixels[..., 0].astype(np.uint16) << 8)
+        if mode == "I;16"
+        else Image.fromarray(pixels).convert(mode)
+    )
+    data = encoded(image)
+    whole = [decoded(data, size) for size in (20, 130, 200)]
+    monkeypatch.setattr(pictures, "_BAND", 1000)
+    assert all(torch.equal(decoded(data, each.shape[-1]), each) for each in whole)
 
 
 def test_samples_are_numbered_by_class_and_name(tmp_path: Path):

@@ -33,11 +33,17 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """What is decoded: Pillow knows many others, and runs a program for one of them."""
 LARGEST_SIDE = 1 << 14
 """Pixels of a side beyond which a size is a slip of the pen."""
-LARGE = 64 << 20
-"""Bytes of pixels that are read whatever the size of the file."""
-MOST_PER_BYTE = 1100
-"""Bytes of pixels above that for each byte of the file: deflate, which packs most, makes 1032 of one."""
+LARGE = 72 << 20
+"""Bytes of memory that decoding may take whatever the size of the file: of 18 million pixels in three colours."""
+PER_BYTE = 100
+"""Bytes of memory above that for each byte of the file: photographs take up to 20, drawings and masks more."""
+_BAND = 1 << 20
+"""Pixels that are brought to three colours at a time: as a whole, a large picture would take its memory three times."""
 _ORIENTATION = 0x0112
+_PER_PIXEL = {"1": 1, "L": 1, "P": 1, "I;16": 2, "I;16L": 2, "I;16B": 2, "I;16N": 2}
+"""Bytes of a pixel in Pillow's memory; 4 of all others."""
+_TIMES = {"WEBP": 4, "TIFF": 2}
+"""How often the pixels are in memory while libraries decode: a frame, its canvas, the one before, and as bytes."""
 _SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N", "I")
 _MIRRORED, _TURNED = (2, 4, 5, 7), {3: 2, 4: 2, 5: 1, 6: 3, 7: 3, 8: 1}
 """Of the eight orientations of a camera: which are to be mirrored first, and then turned left by how many quarters."""
@@ -47,35 +53,57 @@ def decode(data: bytes, into: Tensor) -> None:
     """Writes the picture to a (3, size, size) tensor of bytes."""
     size = into.shape[-1]
     try:
-        pixels, orientation = _pixels(data, size)
+        image = _opened(data, size)
+        orientation = image.getexif().get(_ORIENTATION, 1) if "exif" in image.info else 1
+        square = _square(image, size)
     except MemoryError:
         raise
     except Exception as error:
         raise ValueError(_reason(error, data)) from None
-    height, width, _ = pixels.shape
-    short = min(height, width)
-    top, left = (height - short) // 2, (width - short) // 2
-    _allow_reading_only()
-    square = torch.from_numpy(pixels[top : top + short, left : left + short]).permute(2, 0, 1)
-    if short != size:
-        square = functional.interpolate(square[None], (size, size), mode="bilinear", antialias=True)[0]
-    into.copy_(_upright(square[:3], orientation) if orientation != 1 else square[:3])
+    into.copy_(_upright(square, orientation) if orientation in range(2, 9) else square)
 
 
-def _pixels(data: bytes, size: int) -> tuple[np.ndarray[Any, np.dtype[np.uint8]], int]:
-    """The picture's red, green and blue, at least `size` high and wide if it ever was, and how the camera was held."""
+def _opened(data: bytes, size: int) -> Image:
+    """The picture, at least `size` high and wide if it ever was, before its pixels take memory."""
     image = _pillow().open(io.BytesIO(data), formats=FORMATS)
-    if image.width * image.height * 4 > max(LARGE, MOST_PER_BYTE * len(data)):
-        raise ValueError(
-            f"its header says {image.width:,} x {image.height:,} pixels, which {len(data):,} bytes cannot hold"
-        )
+    width, height = image.size
     if image.format == "JPEG":
         scale = size / min(image.size)
         image.draft("RGB" if image.mode != "L" else "L", tuple(int(np.ceil(side * scale)) for side in image.size))
-    orientation = image.getexif().get(_ORIENTATION, 1) if "exif" in image.info else 1
-    # With a fourth byte, as Pillow has them in memory: copying them is cheaper than packing three.
-    pixels = np.frombuffer(_coloured(image).tobytes("raw", "RGBX"), dtype=np.uint8)
-    return pixels.reshape(image.height, image.width, 4), orientation if orientation in range(1, 9) else 1
+    # Pillow has a pointer to each row, and its decoders have two rows beside those of the picture.
+    row = image.width * _PER_PIXEL.get(image.mode, 4)
+    taken = (row * (image.height + 2) + 8 * image.height) * _TIMES.get(image.format or "", 1)
+    if image.format == "JPEG" and image.info.get("progressive"):  # all of its coefficients are kept, of two bytes
+        taken += 2 * width * height * image.layers
+    if taken > max(LARGE, PER_BYTE * len(data)):
+        raise ValueError(
+            f"its header says {width:,} x {height:,} pixels, which take {taken:,} bytes of memory; that is too much "
+            f"for a file of {len(data):,} bytes"
+        )
+    return image
+
+
+def _square(image: Image, size: int) -> Tensor:
+    """The middle of the picture, (3, size, size): its red, green and blue."""
+    short = min(image.size)
+    left, top = (image.width - short) // 2, (image.height - short) // 2
+    many = min(short, max(1, _BAND // short))
+    _allow_reading_only()
+    bands = []
+    for start in range(top, top + short, many):
+        rows = min(many, top + short - start)
+        band = _coloured(image.crop((left, start, left + short, start + rows)))
+        # With a fourth byte, as Pillow has them in memory: copying them is cheaper than packing three.
+        pixels = np.frombuffer(band.tobytes("raw", "RGBX"), dtype=np.uint8).reshape(rows, short, 4)
+        bands.append(_resized(torch.from_numpy(pixels).permute(2, 0, 1), size if many == short else rows, size))
+    # torch makes each row narrower before it makes columns shorter, so that bands give the same as the whole.
+    return _resized(torch.cat(bands, 1), size, size)[:3]
+
+
+def _resized(pixels: Tensor, height: int, width: int) -> Tensor:
+    if tuple(pixels.shape[1:]) == (height, width):
+        return pixels
+    return functional.interpolate(pixels[None], (height, width), mode="bilinear", antialias=True)[0]
 
 
 def _coloured(image: Image) -> Image:
