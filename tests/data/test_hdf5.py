@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import struct
+import tracemalloc
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +23,7 @@ from PIL import Image
 
 from meshrun import Hdf5
 from meshrun.data import cache
-from meshrun.data.sources import chunks, rows, slots
+from meshrun.data.sources import chunks, hdf5, rows, slots, source
 from meshrun.errors import BadSample, RunFailed, UserError
 from tests.data.forked import forked
 
@@ -565,6 +566,74 @@ def test_rows_that_were_never_written_must_not_be_far_more_than_the_file_could_h
         file["labels"] = np.arange(4)
     with pytest.raises(UserError, match=r"400,000,000 bytes of data by its shape .* cannot hold"):
         Hdf5(tmp_path / "some.h5")
+
+
+GZIP = {"compression": "gzip"}
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        {"data": np.zeros((8, 10**6), "u1"), "chunks": (8, 10**6), **GZIP},
+        {"data": np.zeros((8, 10**6), "u1"), "chunks": (8, 10**4), **GZIP},
+        {"data": np.zeros((2, 10**6), "f4"), "chunks": (1, 10**6), **GZIP},
+        {"data": np.zeros((2, 10**6), "f4"), "chunks": (1, 10**4), **GZIP},
+        {"shape": (8, 10**6), "dtype": "u1", "chunks": (8, 10**6)},
+        {"shape": (2, 10**7), "dtype": "u1"},
+    ],
+    ids=["rows", "rows of parts", "a row", "a row of parts", "nothing in chunks", "nothing"],
+)
+def test_chunks_and_rows_that_would_take_far_more_memory_than_their_file_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dataset: dict[str, Any]
+):
+    with h5py.File(tmp_path / "some.h5", "w") as file:
+        count = len(file.create_dataset("images", **dataset))
+        file["labels"] = np.arange(count)
+    assert not Hdf5(tmp_path / "some.h5").batch_of([1])[0].any()
+    monkeypatch.setattr(source, "AT_ONCE", 10**7)
+    with pytest.raises(
+        UserError, match=r"some\.h5:/images can only be read [\d,]{9,} bytes at a time, .* smaller chunks"
+    ):
+        Hdf5(tmp_path / "some.h5")
+
+
+def test_data_that_no_filter_packs_are_read_however_large_their_chunks_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(source, "AT_ONCE", 1)
+    with h5py.File(tmp_path / "some.h5", "w") as file:
+        file.create_dataset("images", data=IMAGES, chunks=IMAGES.shape)
+        file["labels"] = LABELS
+    assert (Hdf5(tmp_path / "some.h5").batch_of([7])[0].numpy() == IMAGES[7]).all()
+
+
+def test_offsets_that_would_take_far_more_memory_than_their_file_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(source, "AT_ONCE", 10**7)
+    with h5py.File(tmp_path / "some.h5", "w") as file:
+        file["bytes"], file["labels"] = np.zeros(8, "u1"), np.zeros(8)
+        file.create_dataset("offsets", data=np.zeros(10**6, "i8"), chunks=(1000,), **GZIP)
+    with pytest.raises(UserError, match=r"/offsets can only be read 8,000,000 bytes at a time"):
+        Hdf5(tmp_path / "some.h5", size=8)
+
+
+def test_of_targets_no_more_is_in_memory_than_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Labels of a byte become eight times as many; and chunks are unpacked one by one."""
+    monkeypatch.setattr(hdf5, "IN_MEMORY", 1 << 21)
+    with h5py.File(tmp_path / "some.h5", "w") as file:
+        for name, kind in (("bytes", "u1"), ("words", "i8")):
+            file[f"{name}/images"] = np.zeros(1 << 18, "u1")
+            file.create_dataset(f"{name}/labels", data=np.arange(1 << 18).astype(kind), chunks=(4096,), **GZIP)
+        file["many/images"] = np.zeros(1 << 19, "u1")
+        file.create_dataset("many/labels", data=np.arange(1 << 19, dtype="u1"), chunks=(4096,), **GZIP)
+    for name in ("bytes", "words", "many"):
+        tracemalloc.start()
+        data = Hdf5(tmp_path / "some.h5", name)
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 2.5 * (1 << 21)
+        assert data.batch_of([3, 300])[1].tolist() == [3, 300 if name == "words" else 44]
 
 
 @pytest.mark.parametrize("size", [0, -1, 10**9, "8", 1.5])

@@ -24,7 +24,7 @@ from meshrun.data.loader import Loader, Reading
 from meshrun.data.order import Order
 from meshrun.data.samples import Read
 from meshrun.data.sending import unpacked
-from meshrun.data.sources import pictures
+from meshrun.data.sources import pictures, source
 from meshrun.errors import BadSample, RunFailed, UserError
 from tests.data.forked import forked
 
@@ -185,7 +185,7 @@ BOMBS = {
 def test_a_small_file_that_would_become_a_picture_beyond_reason_is_refused(monkeypatch: pytest.MonkeyPatch, kind: str):
     data = BOMBS[kind]()
     decoded(data)
-    monkeypatch.setattr(pictures, "LARGE", 1 << 20)
+    monkeypatch.setattr(source, "AT_ONCE", 1 << 20)
     with pytest.raises(ValueError, match=r"pixels, which take [1-9],[\d,]{7} bytes of memory; that is too much for"):
         decoded(data)
 

@@ -27,7 +27,7 @@ from hypothesis import strategies as st
 
 from meshrun import Table
 from meshrun.data import cache
-from meshrun.data.sources import lines, mapped, once, turned
+from meshrun.data.sources import delimited, lines, mapped, once, source, turned
 from meshrun.data.sources.saved import saved as files_saved_in
 from meshrun.data.sources.tables import files_of
 from meshrun.errors import BadSample, RunFailed, UserError
@@ -806,7 +806,7 @@ def test_what_is_packed_very_tightly_is_unpacked_on_the_disk_of_the_node(
     node: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
 ):
     monkeypatch.setattr(lines, "BIG_WHEN_PACKED", 1 << 16)
-    monkeypatch.setattr(turned, "SMALL", 1 << 16)
+    monkeypatch.setattr(turned, "_BATCH", 1 << 16)
     row = b'{"a":1}\n' if ending == "jsonl.gz" else b"1234567\n"
     path = tmp_path / f"t.{ending}"
     path.write_bytes(gzip.compress(b"a\n" * (ending == "csv.gz") + row * 50_000))
@@ -824,7 +824,7 @@ def test_what_neither_the_node_nor_memory_can_hold_is_refused(
         monkeypatch.setattr(module, "once", lambda *_: None)
         monkeypatch.setattr(module, "free_memory", lambda: 1 << 17)
     monkeypatch.setattr(lines, "BIG_WHEN_PACKED", 1 << 16)
-    monkeypatch.setattr(turned, "SMALL", 1 << 16)
+    monkeypatch.setattr(turned, "_BATCH", 1 << 16)
     path = tmp_path / f"t.{ending}"
     path.write_bytes(gzip.compress(b'{"a":1}\n' * 50_000 if ending == "jsonl.gz" else b"a\n" + b"1\n" * 50_000))
     with pytest.raises(UserError, match=r"half of the free memory.*\(--cache\)"):
@@ -876,9 +876,45 @@ def test_long_texts_in_lists_that_lie_in_a_file_once_are_refused_unless_they_are
         pa.parquet.write_table(pa.table({"a": values}), path, compression="zstd")
         return path
 
-    assert len(Table(written(20))[0]["a"]) == 20
-    with pytest.raises(UserError, match=r"row group 0 of .* has rows of 80,000,000 bytes .* cannot hold"):
-        Table(written(80))
+    assert len(Table(written(6))[0]["a"]) == 6
+    with pytest.raises(UserError, match=r"row group 0 of .* has rows of 20,000,000 bytes .* cannot hold"):
+        Table(written(20))
+
+
+def test_lists_of_values_that_take_no_bytes_in_their_file_are_refused(tmp_path: Path):
+    """A row of a million and a half empty lists, in 700 bytes: as Python has them, they take 100 MB."""
+    empty = pa.ListArray.from_arrays(np.zeros(1_500_001, np.int32), pa.array([], pa.int8()))
+    rows = pa.table({"a": pa.ListArray.from_arrays([0, len(empty)], empty)})
+    pa.parquet.write_table(rows, tmp_path / "t.parquet", compression="zstd")
+    with pytest.raises(UserError, match=r"row group 0 of .* has rows of 12,000,000 bytes .* cannot hold"):
+        Table(tmp_path / "t.parquet")
+
+
+@pytest.mark.parametrize("value", ["{}", "[]", "1", '"' + "x" * 100 + '"'])
+def test_a_long_line_that_would_take_far_more_memory_than_its_file_is_a_bad_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: str
+):
+    monkeypatch.setattr(lines, "_LONG", 1 << 12)
+    monkeypatch.setattr(source, "AT_ONCE", 1 << 20)
+    row = f'{{"a": [{", ".join([value] * 20_000)}]}}\n'.encode()
+    (tmp_path / "t.jsonl").write_bytes(row)
+    (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(b'{"a": 1}\n' + row))
+    assert len(Table(tmp_path / "t.jsonl")[0]["a"]) == 20_000
+    with pytest.raises(
+        BadSample, match=r"t\.jsonl\.gz, line 2\) .* bytes that take [\d,]{9,} or more .* too much for a"
+    ):
+        Table(tmp_path / "t.jsonl.gz")[1]
+
+
+def test_of_a_small_file_of_csv_little_is_parsed_at_a_time(tmp_path: Path):
+    """pyarrow reads many blocks ahead: of 16 megabytes each, they would take a gigabyte."""
+    path = tmp_path / "t.csv.gz"
+    path.write_bytes(gzip.compress(b"a\n" + b"1234567\n" * 500_000))
+    sizes = [batch.nbytes for batch, _ in delimited.read_delimited(path, None, {})[1]]
+    assert sum(sizes) == 4_000_000 and max(sizes) <= 1 << 20
+    path.write_bytes(gzip.compress(b"a,b\n1," + b"x" * (2 << 20) + b"\n"))
+    with pytest.raises(UserError, match=r"t\.csv\.gz has a row of more than 1,048,576 bytes, or a quotation mark"):
+        Table(path)
 
 
 def test_a_name_that_no_table_can_have_is_refused():
@@ -888,8 +924,8 @@ def test_a_name_that_no_table_can_have_is_refused():
 
 def test_a_text_that_is_longer_than_its_file_can_hold_is_refused(tmp_path: Path):
     path = tmp_path / "t.parquet"
-    pa.parquet.write_table(pa.table({"a": ["x" * 70_000_000]}), path, compression="zstd")
-    with pytest.raises(UserError, match=r"row group 0 of .* has rows of 70,\d+,\d+ bytes .* cannot hold"):
+    pa.parquet.write_table(pa.table({"a": ["x" * 10_000_000]}), path, compression="zstd")
+    with pytest.raises(UserError, match=r"row group 0 of .* has rows of 10,\d+,\d+ bytes .* cannot hold"):
         Table(path)
 
 

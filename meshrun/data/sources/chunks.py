@@ -86,9 +86,11 @@ def places(dataset: Any) -> NDArray[np.int64] | None:
 def read(dataset: Any, packing: Packing | None, start: int, stop: int, into: NDArray[Any]) -> None:
     """Read these rows into the first rows of `into`; OSError where a chunk cannot be unpacked."""
     if packing is not None:
-        chunks = [_unpacked(dataset, packing, corner) for corner in _corners(dataset, start, stop)]
-        if len(chunks) == 1 and chunks[0] is not None and packing.plain:
-            rows = np.frombuffer(chunks[0], dataset.dtype).reshape(dataset.chunks)
+        corners = list(_corners(dataset, start, stop))
+        for corner in corners:
+            chunk = _unpacked(dataset, packing, corner)
+        if len(corners) == 1 and chunk is not None and packing.plain:
+            rows = np.frombuffer(chunk, dataset.dtype).reshape(dataset.chunks)
             # A chunk may be larger than the dataset, which has grown into it or is to grow.
             into[: stop - start] = rows[start % len(rows) :, *map(slice, dataset.shape[1:])][: stop - start]
             return

@@ -21,16 +21,14 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from meshrun.data.sources.mapped import Mapped
-from meshrun.data.sources.source import Watched, bad_sample, listed, refuse_missing, twice
+from meshrun.data.sources.source import Watched, bad_sample, is_bomb, listed, refuse_missing, twice
 from meshrun.errors import UserError, is_of_machine, unreadable_here
 
 MAGIC = b"ARROW1"
 """Begins and ends Arrow's file format, which is its stream format with a table of contents."""
 _AFTER_MAGIC = 8
-LARGE = 64 << 20
-"""Bytes in memory that any file may become."""
-DENSEST = 1100
-"""Bytes above that for each byte of a file: deflate, which packs most of what is usual, makes 1032 of one."""
+_TIMES = 3
+"""How often an unpacked record batch is in memory while it is read."""
 _MOST_ROWS = 1 << 48
 _OPEN = 1024
 """Record batches whose views are kept."""
@@ -178,7 +176,7 @@ def _contents(path: Path, whole: pa.Buffer) -> tuple[pa.Schema, NDArray[np.int64
                 break
             if (unpacked := _unpacked_size(message)) is not None:
                 plain = False
-                if unpacked > max(LARGE, DENSEST * message.body.size):
+                if is_bomb(unpacked, _TIMES * unpacked, message.body.size):
                     raise UserError(
                         f"{path} has a record batch of {unpacked:,} bytes packed into {message.body.size:,}, "
                         f"which is damage or would fill the memory; write it again, in smaller record batches"

@@ -25,7 +25,9 @@ from meshrun.data.sources.source import refuse_missing, twice
 from meshrun.errors import UserError
 
 _BLOCK = 16 << 20
-"""Bytes that are parsed at a time, and most that the line with the names may have."""
+"""Most bytes that are parsed at a time, and most that a line may have: pyarrow takes up to 60 times as much memory."""
+_LEAST_BLOCK = 1 << 20
+"""The same for a file of fewer bytes, whatever it unpacks to."""
 _FOLLOWING = {"null": pa.int64(), "int64": pa.float64(), "double": None, "bool": None}
 """The type to try when a value does not fit; None where a value is wrong, and text for all other types."""
 _PLACE = re.compile(r"(?:In CSV column #(?P<column>\d+): )?(?:Row #(?P<row>\d+): )?(?P<why>.*)", re.DOTALL)
@@ -51,7 +53,7 @@ def read_delimited(
     try:
         reader = pa.csv.open_csv(
             path,
-            read_options=pa.csv.ReadOptions(use_threads=False, block_size=_BLOCK),
+            read_options=pa.csv.ReadOptions(use_threads=False, block_size=_block(path)),
             parse_options=_parsing(path),
             convert_options=pa.csv.ConvertOptions(include_columns=wanted, column_types=dict(types)),
         )
@@ -75,6 +77,11 @@ def _batches(
         raise _told(path, names, error) from None
 
 
+def _block(path: Path) -> int:
+    """Bytes of the file's text that are parsed at a time."""
+    return min(_BLOCK, max(_LEAST_BLOCK, path.stat().st_size))
+
+
 def _parsing(path: Path) -> pa.csv.ParseOptions:
     tabs = ".tsv" in path.suffixes[-2:]
     return pa.csv.ParseOptions(delimiter="\t" if tabs else ",", newlines_in_values=True)
@@ -84,7 +91,7 @@ def _names(path: Path) -> list[str]:
     """What the columns are called."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            header = file.readline(_BLOCK)
+            header = file.readline(_block(path))
         names = pa.csv.read_csv(pa.py_buffer(header), parse_options=_parsing(path)).column_names
     except UnicodeDecodeError:
         raise UserError(f"{path} has text that is not UTF-8{_where_not_utf8(path)}; write the file as UTF-8") from None
@@ -103,6 +110,11 @@ def _told(path: Path, names: Sequence[str], error: Exception) -> Exception:
         return UserError(
             f"{row} has {ragged['got']} columns and not {ragged['expected']} like the first; "
             f"repair or remove it: rows of CSV cannot be skipped, as those of JSON lines can (--skip-bad-samples)"
+        )
+    if "straddling" in found["why"]:
+        return UserError(
+            f"{path} has a row of more than {_block(path):,} bytes, or a quotation mark without the one that ends its "
+            f"text; repair it, or write the table as JSON lines or Parquet"
         )
     if found["column"] is None or not (unfit := _UNFIT.match(found["why"])):
         return UserError(f"{path} cannot be read as CSV: {one_line(error)}; repair it")

@@ -11,6 +11,7 @@ Integers of targets become int64, fractions float32. `chunk` neighbours are best
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from meshrun.data.sources import chunks, pictures
 from meshrun.data.sources.kept import Kept
 from meshrun.data.sources.mapped import fingerprint
 from meshrun.data.sources.rows import NEIGHBOURS, H5File, Rows
-from meshrun.data.sources.source import Source, bad_sample, empty, inside
+from meshrun.data.sources.source import Source, bad_sample, empty, inside, is_bomb
 from meshrun.errors import UserError
 
-IN_MEMORY = 64 << 20
-"""Targets of at most so many bytes are read when the dataset is made."""
+IN_MEMORY = 32 << 20
+"""Targets of at most so many bytes, in the file and as torch computes with them, are read when the dataset is made."""
+_TIMES = 3
+"""How often a chunk is in memory while it is unpacked."""
 _DENSEST = 1100
 """Bytes of data that one byte of a file can hold: gzip packs at most 1,032 to 1."""
 _BESIDE = 1 << 16
@@ -105,7 +108,9 @@ class Hdf5(Source):
                 f"give one: Hdf5({str(self.path)!r}, {self.group!r}, size=224)"
             )
         self._rows = Rows(self._file, self._dataset(found, "bytes"))
-        offsets = _whole(self._dataset(found, "offsets")).astype(np.int64)
+        dataset = self._dataset(found, "offsets")
+        self._refuse_bomb(dataset, dataset.nbytes)
+        offsets = _whole(dataset).astype(np.int64)
         if len(offsets) < 2 or (offsets[1:] < offsets[:-1]).any() or offsets[0] < 0 or offsets[-1] > self._rows.count:
             raise UserError(
                 f"{self._called('offsets')} does not fit {self._called('bytes')}: "
@@ -196,16 +201,31 @@ class Hdf5(Source):
             )
         if 0 in dataset.shape:
             raise UserError(f"{self._called(name)} is empty (shape {dataset.shape}); it must have a row a sample")
-        elsewhere = dataset.is_virtual or dataset.external is not None
-        size = self._file.watched.size + (self._elsewhere(dataset) if elsewhere else 0)
+        size = self._size_of_files(dataset)
         if dataset.nbytes > _DENSEST * (size + _BESIDE):
             raise UserError(
                 f"{self._called(name)} has {dataset.nbytes:,} bytes of data by its shape {dataset.shape}, which a file "
                 f"of {size:,} bytes cannot hold; it is damaged or was not written, write it again"
             )
+        row, chunk = dataset.nbytes // len(dataset), dataset.chunks or (1,)
+        self._refuse_bomb(dataset, max(chunk[0] * row, math.prod(chunk) * dataset.dtype.itemsize))
         if dataset.is_virtual:  # perhaps of itself, on which the library crashes
             self._file.try_out(lambda h5: [h5[dataset.name][(at,) * dataset.ndim] for at in (0, -1)])
         return dataset
+
+    def _refuse_bomb(self, dataset: Any, unpacked: int) -> None:
+        """Refuse a dataset of which so many bytes must be in memory at once that no file of this size is meant so."""
+        size = self._size_of_files(dataset)
+        if is_bomb(unpacked, _TIMES * unpacked, size):
+            raise UserError(
+                f"{self.path}:{dataset.name} can only be read {unpacked:,} bytes at a time, by its shape "
+                f"{dataset.shape} and its chunks {dataset.chunks}; that is too much memory for a file of {size:,} "
+                f"bytes, write it again in smaller chunks"
+            )
+
+    def _size_of_files(self, dataset: Any) -> int:
+        elsewhere = dataset.is_virtual or dataset.external is not None
+        return self._file.watched.size + (self._elsewhere(dataset) if elsewhere else 0)
 
     def _elsewhere(self, dataset: Any) -> int:
         """Bytes of the other files that the rows lie in; a sentence where these are no plain files, not there or cut
@@ -233,10 +253,11 @@ class Hdf5(Source):
     def _column(self, found: Any, name: str) -> NDArray[Any] | Rows:
         """Targets: in memory where they are few bytes, as mostly, since they are classes."""
         dataset = self._dataset(found, name)
-        if dataset.nbytes <= IN_MEMORY:
+        dtype = _of_targets(dataset.dtype)
+        if max(dataset.nbytes, dataset.size * dtype.itemsize) <= IN_MEMORY:
             rows = _whole(dataset)
             self._refuse_beyond_torch(rows)
-            return np.ascontiguousarray(rows.astype(_of_targets(dataset.dtype)))
+            return np.ascontiguousarray(rows.astype(dtype))
         return Rows(self._file, dataset)
 
     def _refuse_beyond_torch(self, rows: NDArray[Any]) -> None:

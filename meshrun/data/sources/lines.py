@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from meshrun.data.cache import free_memory
 from meshrun.data.sources.mapped import Mapped
 from meshrun.data.sources.once import Progress, once
-from meshrun.data.sources.source import Watched, bad_sample
+from meshrun.data.sources.source import Watched, bad_sample, is_bomb
 from meshrun.errors import BadSample, UserError
 
 _PIECE = 1 << 20
@@ -39,8 +39,10 @@ BIG_WHEN_PACKED = 1 << 25
 """Bytes from which on a packed file is unpacked onto the node and not into memory."""
 _UNPACKED = 8
 """Bytes in memory for each byte of a packed file; one that is packed more tightly is unpacked onto the node."""
-_LONG = 1 << 26
-"""Bytes of a line that is looked at before it is parsed, which takes several times its length of memory."""
+_LONG = 1 << 20
+"""Bytes of a line that is looked at before it is parsed, which takes many times its length of memory."""
+_OF_VALUE, _OF_BYTE = 72, 4
+"""Bytes of memory that a value takes, which may be two bytes of a line, and one byte of a text."""
 _FIRST = 100
 """Rows of which one must have a column that is asked for: else its name is wrong, and not all rows."""
 _STEPS = 64
@@ -100,8 +102,8 @@ class Lines:
         return zip(ids.tolist(), self._starts[ids].tolist(), self._starts[ids + 1].tolist(), strict=True)
 
     def _row(self, number: int, begin: int, end: int) -> dict[str, Any]:
-        if end - begin > _LONG and not bytes(self._whole[begin : begin + 64]).lstrip().startswith(b"{"):
-            raise self._bad(number, f"it has {end - begin:,} bytes and does not begin like an object, with {{")
+        if end - begin > _LONG:
+            self._look_at(number, begin, end)
         try:
             row = json.loads(str(self._whole[begin:end], "utf-8"))
         except (ValueError, RecursionError) as error:
@@ -109,6 +111,21 @@ class Lines:
         if not isinstance(row, dict):
             raise self._bad(number, f"it is {_named(row)} and not an object like {{…}}")
         return row
+
+    def _look_at(self, number: int, begin: int, end: int) -> None:
+        """Refuse a long line that is no object, or that would take far more memory than its file is large."""
+        if not bytes(self._whole[begin : begin + 64]).lstrip().startswith(b"{"):
+            raise self._bad(number, f"it has {end - begin:,} bytes and does not begin like an object, with {{")
+        taken, size = _OF_BYTE * (end - begin), self.path.stat().st_size
+        for at in range(begin, end, _PIECE):
+            piece = self._whole[at : min(at + _PIECE, end)]
+            taken += _OF_VALUE * sum(piece.count(each) for each in (b",", b"[", b"{"))
+            if is_bomb(taken, taken, size):
+                raise self._bad(
+                    number,
+                    f"it has {end - begin:,} bytes that take {taken:,} or more of memory; that is too much for "
+                    f"a file of {size:,} bytes",
+                )
 
     def _length(self, column: str, number: int, begin: int, end: int) -> int:
         try:

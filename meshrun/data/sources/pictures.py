@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from meshrun.data.sources.source import is_bomb
 from meshrun.errors import UserError
 
 if TYPE_CHECKING:
@@ -33,10 +34,6 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """What is decoded: Pillow knows many others, and runs a program for one of them."""
 LARGEST_SIDE = 1 << 14
 """Pixels of a side beyond which a size is a slip of the pen."""
-LARGE = 72 << 20
-"""Bytes of memory that decoding may take whatever the size of the file: of 18 million pixels in three colours."""
-PER_BYTE = 100
-"""Bytes of memory above that for each byte of the file: photographs take up to 20, drawings and masks more."""
 _BAND = 1 << 20
 """Pixels that are brought to three colours at a time: as a whole, a large picture would take its memory three times."""
 _ORIENTATION = 0x0112
@@ -71,11 +68,12 @@ def _opened(data: bytes, size: int) -> Image:
         scale = size / min(image.size)
         image.draft("RGB" if image.mode != "L" else "L", tuple(int(np.ceil(side * scale)) for side in image.size))
     # Pillow has a pointer to each row, and its decoders have two rows beside those of the picture.
-    row = image.width * _PER_PIXEL.get(image.mode, 4)
+    pixel = _PER_PIXEL.get(image.mode, 4)
+    row, pixels = image.width * pixel, width * height * pixel
     taken = (row * (image.height + 2) + 8 * image.height) * _TIMES.get(image.format or "", 1)
     if image.format == "JPEG" and image.info.get("progressive"):  # all of its coefficients are kept, of two bytes
         taken += 2 * width * height * image.layers
-    if taken > max(LARGE, PER_BYTE * len(data)):
+    if is_bomb(pixels, taken, len(data)):
         raise ValueError(
             f"its header says {width:,} x {height:,} pixels, which take {taken:,} bytes of memory; that is too much "
             f"for a file of {len(data):,} bytes"

@@ -33,8 +33,18 @@ T = TypeVar("T")
 
 LOOK_AGAIN = 1.0
 """Seconds between two looks at a file's name: on a parallel file system each is a question to a server."""
+AT_ONCE = 72 << 20
+"""Bytes of memory that reading a part of any file, however small, may take."""
+PER_BYTE = 100
+"""Bytes that a larger part may become, for each byte of its file: real data are packed less tightly."""
 _MOST_LISTED, _LONGEST = 20, 80
 """Names in a sentence, and characters of each."""
+
+
+def is_bomb(unpacked: int, taken: int, size: int) -> bool:
+    """Whether a part of a file of `size` bytes is a decompression bomb: it becomes far more bytes than real data would,
+    and reading it takes more memory than any file may take."""
+    return taken > AT_ONCE and unpacked > PER_BYTE * size
 
 
 class Source:

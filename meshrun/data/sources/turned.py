@@ -25,28 +25,32 @@ import pyarrow.parquet
 from numpy.typing import NDArray
 
 from meshrun.data.cache import free_memory
-from meshrun.data.sources.columns import DENSEST, LARGE, one_line, sentences
+from meshrun.data.sources.columns import one_line, sentences
 from meshrun.data.sources.delimited import Wider, read_delimited
 from meshrun.data.sources.once import Progress, once
-from meshrun.data.sources.source import refuse_missing
+from meshrun.data.sources.source import is_bomb, refuse_missing
 from meshrun.errors import UserError
 
 SMALL = 32 << 20
 """Bytes of a table up to which it is turned in memory."""
 _UNPACKED = 8
-"""Bytes in memory for each byte of a file; one that is packed more tightly is turned on the node's disk."""
-_BATCH = 16 << 20
+"""Bytes in memory for each byte of a file; a larger one that is packed more tightly is turned on the node's disk."""
+_BATCH = 8 << 20
 """Bytes of a record batch, about."""
 _ROWS = 1 << 16
 """Most rows of a record batch."""
 
-_LARGEST = 1 << 30
-"""Bytes on a disk that any file may become."""
+_TIMES = 9
+"""How often a row is in memory while it is read, as pages, columns and Python's values."""
+_LARGE_TEXTS = 64 << 20
+"""Bytes of texts in lists that are read at a time."""
+_LARGEST, _DENSEST = 1 << 30, 1100
+"""Bytes on a disk that any file may become, and those above that for each byte of it: deflate makes 1032 of one."""
 _LEAST_ROWS = 32
 """Rows of lists of texts that are read at a time, however long these may be."""
 _SECONDS_TO_ASK = 10
-_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4}
-"""Bytes of a number in memory; 8 of all other types, or somewhat more."""
+_VALUE = 8
+"""Bytes of a number or of the place of a text."""
 
 Batches = tuple[pa.Schema, Iterator[tuple[pa.RecordBatch, float]]]
 """Columns, and record batches with the share of the file that is read after each."""
@@ -64,7 +68,7 @@ def turned(path: Path, kind: str, columns: Sequence[str] | None, in_memory: bool
         raise UserError(f"{path} has a path that is not UTF-8, which pyarrow cannot open; rename or move it") from None
     if in_memory:
         with contextlib.suppress(_TooLarge):
-            return _write(path, kind, columns, pa.BufferOutputStream, max(SMALL, _UNPACKED * path.stat().st_size))
+            return _write(path, kind, columns, pa.BufferOutputStream, max(_BATCH, _UNPACKED * path.stat().st_size))
     made = once(path, f"arrow 1 {columns}", lambda to: _write(path, kind, columns, lambda: pa.OSFile(str(to), "wb")))
     if made is not None:
         return pa.memory_map(str(made)).read_buffer()
@@ -102,7 +106,7 @@ def _fill(
 ) -> None:
     told = Progress(path, "turning it into a file whose rows can be read by number")
     size = path.stat().st_size
-    largest = max(_LARGEST, DENSEST * size)
+    largest = max(_LARGEST, _DENSEST * size)
     for field in schema:
         if _has_dictionary(field.type):
             raise UserError(
@@ -232,14 +236,14 @@ def _rows_of_lists(path: Path) -> list[int]:
     found = []
     for number, (size, of_texts) in enumerate(json.loads(text)):
         refuse_beyond(path, number, size)
-        found.append(max(1, min(_BATCH // max(1, size), max(_LEAST_ROWS, LARGE // max(1, of_texts)))))
+        found.append(max(1, min(_BATCH // max(1, size), max(_LEAST_ROWS, _LARGE_TEXTS // max(1, of_texts)))))
     return found
 
 
 def refuse_beyond(path: Path, group: int, row: int) -> None:
     """Refuse a row group with rows of so many bytes in memory that a file of this size cannot hold them."""
     size = path.stat().st_size
-    if row > max(LARGE, DENSEST * size):
+    if is_bomb(row, _TIMES * row, size):
         raise UserError(
             f"row group {group} of {path} has rows of {row:,} bytes by what it says of itself, which a file of "
             f"{size:,} bytes cannot hold; copy or write it again"
@@ -250,11 +254,12 @@ def _sizes_of_rows(path: Path, number: int) -> tuple[int, int]:
     """Bytes of a row of a row group in memory, and most bytes that the texts in its lists may take."""
     group = pa.parquet.read_metadata(path).row_group(number)
     columns, rows = [group.column(number) for number in range(group.num_columns)], max(1, group.num_rows)
-    numbers = sum(each.num_values * _WIDTHS.get(each.physical_type, 8) for each in columns)
+    numbers = _VALUE * sum(each.num_values for each in columns)
     texts = [each for each in columns if each.physical_type == "BYTE_ARRAY" and "." in each.path_in_schema]
     longest = sum(max(1, each.num_values // rows) * each.total_uncompressed_size for each in texts)
     size, packed = max(group.total_byte_size, numbers) // rows, path.stat().st_size
-    if packed <= SMALL and _LEAST_ROWS * longest > max(LARGE, DENSEST * packed):
+    texts_at_once = _LEAST_ROWS * longest
+    if packed <= SMALL and is_bomb(texts_at_once, _TIMES * texts_at_once, packed):
         signal.alarm(0)  # it is looked at as a whole, which may take longer than to ask
         size = max(size, _texts_of_rows(path, number, [each.path_in_schema for each in texts]))
     return size, longest
