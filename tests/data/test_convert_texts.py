@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
@@ -32,8 +33,9 @@ from meshrun.data.convert.parts import Filled, kept_parts, unwritable, whole_par
 from meshrun.data.convert.result import Converted, checked
 from meshrun.data.convert.texts import _READ
 from meshrun.data.convert.to_tokens import Texts, to_tokens
-from meshrun.data.convert.work import Crew
+from meshrun.data.convert.work import Bad, Crew
 from meshrun.data.download import Quiet
+from meshrun.data.sources import lines
 from meshrun.errors import RunFailed, UserError
 
 WORDS = [
@@ -510,6 +512,30 @@ def test_a_text_that_is_longer_than_its_file_can_hold_is_refused(tmp_path: Path)
     (unit,) = (job.units[0] for job in reading.jobs_of(path, files_below(path), reading.Reading("parquet"), 1 << 20))
     with pytest.raises(UserError, match=r"row group 0 of .* has rows of 10,\d+,\d+ bytes .* cannot hold"):
         next(iter(reading.documents(path, [unit], reading.Reading("parquet"))))
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b'{"text": "a", "b": [' + b"{}, " * 20_000 + b"1]}", r"line 2 of .* it has 80,\d+ bytes that take"),
+        (b'{"text": "' + b"a" * 300_000 + b'"}', r"line 2 of it has more than 262,144 bytes, too much for a file of"),
+    ],
+    ids=["objects", "a text"],
+)
+def test_a_long_line_that_would_take_far_more_memory_than_its_file_is_bad(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, why: str
+):
+    monkeypatch.setattr(lines, "_LONG", 1 << 12)
+    monkeypatch.setattr(lines, "AT_ONCE", 1 << 20)
+    monkeypatch.setattr("meshrun.data.sources.source.AT_ONCE", 1 << 20)
+    path = tmp_path / "t.jsonl.gz"
+    path.write_bytes(gzip.compress(b'{"text": "b"}\n' + line + b'\n{"text": "c"}\n'))
+    (unit,) = (job.units[0] for job in reading.jobs_of(path, files_below(path), reading.Reading("json"), 1 << 20))
+    bad = Bad()
+    documents = reading.good(reading.documents(path, [unit], reading.Reading("json")), True, bad)
+    assert next("".join(each) for each in documents) == "b"
+    list(documents)
+    assert bad.count == 1 and re.search(why, bad.why[0])
 
 
 def test_a_text_that_a_column_of_parquet_holds_once_is_in_memory_once(tmp_path: Path):

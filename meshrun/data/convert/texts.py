@@ -26,6 +26,7 @@ from typing import Any, BinaryIO
 
 from meshrun.data.convert.inputs import Input, Job, Unit, opened, path_of, unusable
 from meshrun.data.convert.work import Bad
+from meshrun.data.sources.lines import longest_in, too_much_in
 from meshrun.data.sources.source import listed
 from meshrun.errors import BadSample, UserError, is_of_machine, unreadable_here
 
@@ -144,23 +145,32 @@ def _of_lines(source: Path, unit: Unit, path: Path, reading: Reading) -> Iterato
         if unit.begin:
             file.seek(unit.begin - 1)
             file.readline()
-        number = 0
+        number, size = 0, unit.input.size
+        longest = longest_in(size)
         while packed or file.tell() < unit.end:
             at, number = file.tell(), number + 1
             try:
-                line = file.readline()
+                line = file.readline(longest + 1)
             except (OSError, EOFError, zlib.error) as error:
                 _refuse_of_machine(path, error)
                 raise unusable(str(path), f"it cannot be unpacked ({error})") from None
             if not line:
                 return
+            if len(line) > longest:
+                why = f"line {number:,} of it has more than {longest:,} bytes, too much for a file of {size:,} bytes"
+                raise unusable(str(path), why)
             if at == 0:
                 line = line.removeprefix(codecs.BOM_UTF8)
             if line.isspace():
                 continue
 
             def texts(line: bytes = line) -> Iterator[str]:
-                yield _column(json.loads(line), reading.column) if reading.kind == "json" else _without_break(line)
+                if reading.kind != "json":
+                    yield _without_break(line)
+                    return
+                if (why := too_much_in(line, 0, len(line), size)) is not None:
+                    raise ValueError(why)
+                yield _column(json.loads(line), reading.column)
 
             if unit.begin:
                 exactly = partial(_numbered, source, unit.input, path, at)

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from meshrun.data.cache import free_memory
 from meshrun.data.sources.mapped import Mapped
 from meshrun.data.sources.once import Progress, once
-from meshrun.data.sources.source import Watched, bad_sample, is_bomb
+from meshrun.data.sources.source import AT_ONCE, PER_BYTE, Watched, bad_sample, is_bomb
 from meshrun.errors import BadSample, UserError
 
 _PIECE = 1 << 20
@@ -116,16 +116,8 @@ class Lines:
         """Refuse a long line that is no object, or that would take far more memory than its file is large."""
         if not bytes(self._whole[begin : begin + 64]).lstrip().startswith(b"{"):
             raise self._bad(number, f"it has {end - begin:,} bytes and does not begin like an object, with {{")
-        taken, size = _OF_BYTE * (end - begin), self.path.stat().st_size
-        for at in range(begin, end, _PIECE):
-            piece = self._whole[at : min(at + _PIECE, end)]
-            taken += _OF_VALUE * sum(piece.count(each) for each in (b",", b"[", b"{"))
-            if is_bomb(taken, taken, size):
-                raise self._bad(
-                    number,
-                    f"it has {end - begin:,} bytes that take {taken:,} or more of memory; that is too much for "
-                    f"a file of {size:,} bytes",
-                )
+        if (why := too_much_in(self._whole, begin, end, self.path.stat().st_size)) is not None:
+            raise self._bad(number, why)
 
     def _length(self, column: str, number: int, begin: int, end: int) -> int:
         try:
@@ -147,6 +139,25 @@ class Lines:
         before = self._data[: int(self._starts[number])]
         line = 1 + sum(int(np.count_nonzero(piece == _BREAK)) for _, piece in _pieces(before))
         return bad_sample(self._first + number, "the table", f"{self.path}, line {line:,}", why)
+
+
+def longest_in(size: int) -> int:
+    """Bytes of a line that is no bomb in a file of that size, whatever it says."""
+    return max(AT_ONCE, PER_BYTE * size) // _OF_BYTE
+
+
+def too_much_in(text: bytes | mmap.mmap | memoryview, begin: int, end: int, size: int) -> str | None:
+    """Why this JSON would take far more memory than its file of `size` bytes should; None where it would not."""
+    taken = _OF_BYTE * (end - begin)
+    for at in range(begin, end, _PIECE) if end - begin > _LONG else ():
+        piece = bytes(text[at : min(at + _PIECE, end)])
+        taken += _OF_VALUE * sum(piece.count(each) for each in (b",", b"[", b"{"))
+        if is_bomb(taken, taken, size):
+            return (
+                f"it has {end - begin:,} bytes that take {taken:,} or more of memory; that is too much for a file of "
+                f"{size:,} bytes"
+            )
+    return None
 
 
 def starts_of(data: NDArray[np.uint8]) -> NDArray[np.int64]:
