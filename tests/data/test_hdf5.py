@@ -592,7 +592,7 @@ def test_chunks_and_rows_that_would_take_far_more_memory_than_their_file_are_ref
     assert not Hdf5(tmp_path / "some.h5").batch_of([1])[0].any()
     monkeypatch.setattr(source, "AT_ONCE", 10**7)
     with pytest.raises(
-        UserError, match=r"some\.h5:/images can only be read [\d,]{9,} bytes at a time, .* smaller chunks"
+        UserError, match=r"some\.h5:/images can only be read [\d,]{9,} bytes at a time, .* smaller rows and chunks"
     ):
         Hdf5(tmp_path / "some.h5")
 
@@ -616,6 +616,22 @@ def test_offsets_that_would_take_far_more_memory_than_their_file_are_refused(
         file.create_dataset("offsets", data=np.zeros(10**6, "i8"), chunks=(1000,), **GZIP)
     with pytest.raises(UserError, match=r"/offsets can only be read 8,000,000 bytes at a time"):
         Hdf5(tmp_path / "some.h5", size=8)
+
+
+def test_a_picture_or_a_target_that_would_take_far_more_memory_than_its_file_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(source, "AT_ONCE", 10**7)
+    monkeypatch.setattr(hdf5, "IN_MEMORY", 0)
+    with h5py.File(tmp_path / "some.h5", "w") as file:
+        file.create_dataset("bytes", data=np.zeros(8 * 10**6, "u1"), chunks=(10**5,), **GZIP)
+        file["offsets"], file["labels"] = [0, 8 * 10**6], np.zeros(1)
+        file["images"] = np.zeros(2)
+        file.create_dataset("wide", data=np.zeros((2, 10**6), "u1"), chunks=(1, 10**5), **GZIP)
+    with pytest.raises(UserError, match=r"some\.h5:/bytes can only be read 8,000,000 bytes at a time"):
+        Hdf5(tmp_path / "some.h5", inputs="encoded", size=8)
+    with pytest.raises(UserError, match=r"some\.h5:/wide can only be read 8,000,000 bytes at a time"):
+        Hdf5(tmp_path / "some.h5", targets="wide")
 
 
 def test_of_targets_no_more_is_in_memory_than_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

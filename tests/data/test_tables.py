@@ -911,9 +911,9 @@ def test_of_a_small_file_of_csv_little_is_parsed_at_a_time(tmp_path: Path):
     path = tmp_path / "t.csv.gz"
     path.write_bytes(gzip.compress(b"a\n" + b"1234567\n" * 500_000))
     sizes = [batch.nbytes for batch, _ in delimited.read_delimited(path, None, {})[1]]
-    assert sum(sizes) == 4_000_000 and max(sizes) <= 1 << 20
+    assert sum(sizes) == 4_000_000 and max(sizes) <= 1 << 19
     path.write_bytes(gzip.compress(b"a,b\n1," + b"x" * (2 << 20) + b"\n"))
-    with pytest.raises(UserError, match=r"t\.csv\.gz has a row of more than 1,048,576 bytes, or a quotation mark"):
+    with pytest.raises(UserError, match=r"t\.csv\.gz has a row of more than 524,288 bytes, or a quotation mark"):
         Table(path)
 
 
@@ -926,6 +926,16 @@ def test_a_text_that_is_longer_than_its_file_can_hold_is_refused(tmp_path: Path)
     path = tmp_path / "t.parquet"
     pa.parquet.write_table(pa.table({"a": ["x" * 10_000_000]}), path, compression="zstd")
     with pytest.raises(UserError, match=r"row group 0 of .* has rows of 10,\d+,\d+ bytes .* cannot hold"):
+        Table(path)
+
+
+def test_a_long_text_among_many_that_are_short_is_refused(tmp_path: Path):
+    """By the sizes that the file gives, a row has ten kilobytes."""
+    path = tmp_path / "t.parquet"
+    pa.parquet.write_table(pa.table({"a": ["x" * 10_000_000] + ["y"] * 1000}), path, compression="zstd")
+    with pytest.raises(
+        UserError, match=r"t\.parquet has a row of 10,000,000 bytes, which a file of [\d,]+ bytes cannot"
+    ):
         Table(path)
 
 
@@ -1008,7 +1018,7 @@ def test_a_text_that_a_dictionary_holds_once_takes_the_memory_of_a_few_rows(tmp_
     _, found = turned._read(path, kind, None, {})
     before = pa.total_allocated_bytes()
     for batch, _ in itertools.islice(found, 3):
-        parts = turned._parts(batch)
+        parts = turned._parts(tmp_path, batch)
         assert sum(part.num_rows for part in parts) == batch.num_rows
         for part in parts[:3]:
             assert turned._decoded(part.column(0)).nbytes < 2 * turned._BATCH

@@ -25,8 +25,8 @@ from meshrun.data.sources.source import refuse_missing, twice
 from meshrun.errors import UserError
 
 _BLOCK = 16 << 20
-"""Most bytes that are parsed at a time, and most that a line may have: pyarrow takes up to 60 times as much memory."""
-_LEAST_BLOCK = 1 << 20
+"""Most bytes that are parsed at a time, and most that a line may have: pyarrow takes up to 100 times as much memory."""
+_LEAST_BLOCK = 1 << 19
 """The same for a file of fewer bytes, whatever it unpacks to."""
 _FOLLOWING = {"null": pa.int64(), "int64": pa.float64(), "double": None, "bool": None}
 """The type to try when a value does not fit; None where a value is wrong, and text for all other types."""

@@ -116,6 +116,7 @@ class Hdf5(Source):
                 f"{self._called('offsets')} does not fit {self._called('bytes')}: "
                 f"it must rise from 0 to at most {self._rows.count}, one more than there are images"
             )
+        self._refuse_bomb(found["bytes"], int(np.diff(offsets).max()))
         self._offsets = offsets
         self._same_length(len(offsets) - 1)
         mean = max(1, int(offsets[-1] - offsets[0]) // (len(offsets) - 1))
@@ -220,7 +221,7 @@ class Hdf5(Source):
             raise UserError(
                 f"{self.path}:{dataset.name} can only be read {unpacked:,} bytes at a time, by its shape "
                 f"{dataset.shape} and its chunks {dataset.chunks}; that is too much memory for a file of {size:,} "
-                f"bytes, write it again in smaller chunks"
+                f"bytes, which is damaged or must be written again in smaller rows and chunks"
             )
 
     def _size_of_files(self, dataset: Any) -> int:
@@ -258,6 +259,7 @@ class Hdf5(Source):
             rows = _whole(dataset)
             self._refuse_beyond_torch(rows)
             return np.ascontiguousarray(rows.astype(dtype))
+        self._refuse_bomb(dataset, dataset.size // len(dataset) * dtype.itemsize)
         return Rows(self._file, dataset)
 
     def _refuse_beyond_torch(self, rows: NDArray[Any]) -> None:

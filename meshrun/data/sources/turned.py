@@ -118,7 +118,7 @@ def _fill(
         for batch, share in found:
             with sentences(path):
                 batch.validate(full=True)  # what is written from offsets that lie is other memory
-                parts = _parts(batch)
+                parts = _parts(path, batch)
             for part in parts:
                 with sentences(path):
                     columns = [_decoded(column) for column in part.columns]
@@ -135,12 +135,18 @@ def _fill(
             told(share)
 
 
-def _parts(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
+def _parts(path: Path, batch: pa.RecordBatch) -> list[pa.RecordBatch]:
     """A batch in parts of about `_BATCH` bytes once its dictionaries are gone: these hold each value only once."""
     dictionaries = [column for column in batch.columns if isinstance(column, pa.DictionaryArray)]
     if not dictionaries or not batch.num_rows:
         return [batch]
-    part_of_row = np.cumsum(sum(map(_sizes, dictionaries))) // _BATCH
+    sizes = np.sum([_sizes(column) for column in dictionaries], axis=0)
+    size, largest = path.stat().st_size, int(sizes.max())
+    if is_bomb(largest, _TIMES * largest, size):
+        raise UserError(
+            f"{path} has a row of {largest:,} bytes, which a file of {size:,} bytes cannot hold; copy or write it again"
+        )
+    part_of_row = np.cumsum(sizes) // _BATCH
     starts = [0, *(np.flatnonzero(np.diff(part_of_row)) + 1).tolist(), batch.num_rows]
     return [batch.slice(start, stop - start) for start, stop in itertools.pairwise(starts)]
 
