@@ -9,6 +9,7 @@ counting. Small ones are turned in memory.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import json
 import os
@@ -28,7 +29,7 @@ from meshrun.data.cache import free_memory
 from meshrun.data.sources.columns import one_line, sentences
 from meshrun.data.sources.delimited import Wider, read_delimited
 from meshrun.data.sources.once import Progress, once
-from meshrun.data.sources.source import is_bomb, refuse_missing
+from meshrun.data.sources.source import AT_ONCE, PER_BYTE, is_bomb, refuse_missing
 from meshrun.errors import UserError
 
 SMALL = 32 << 20
@@ -49,6 +50,10 @@ _LARGEST, _DENSEST = 1 << 30, 1100
 _LEAST_ROWS = 32
 """Rows of lists of texts that are read at a time, however long these may be."""
 _SECONDS_TO_ASK = 10
+_TRIED = 1 << 20
+"""Bytes of a file up to which it is tried out whatever it says of itself: it takes a few milliseconds."""
+_DAMAGED, _TOO_LARGE = 1, 3
+"""How the process ends that a file is tried out in."""
 _VALUE = 8
 """Bytes of a number or of the place of a text."""
 
@@ -118,7 +123,7 @@ def _fill(
         for batch, share in found:
             with sentences(path):
                 batch.validate(full=True)  # what is written from offsets that lie is other memory
-                parts = _parts(path, batch)
+                parts = _parts(batch)
             for part in parts:
                 with sentences(path):
                     columns = [_decoded(column) for column in part.columns]
@@ -135,17 +140,12 @@ def _fill(
             told(share)
 
 
-def _parts(path: Path, batch: pa.RecordBatch) -> list[pa.RecordBatch]:
+def _parts(batch: pa.RecordBatch) -> list[pa.RecordBatch]:
     """A batch in parts of about `_BATCH` bytes once its dictionaries are gone: these hold each value only once."""
     dictionaries = [column for column in batch.columns if isinstance(column, pa.DictionaryArray)]
     if not dictionaries or not batch.num_rows:
         return [batch]
     sizes = np.sum([_sizes(column) for column in dictionaries], axis=0)
-    size, largest = path.stat().st_size, int(sizes.max())
-    if is_bomb(largest, _TIMES * largest, size):
-        raise UserError(
-            f"{path} has a row of {largest:,} bytes, which a file of {size:,} bytes cannot hold; copy or write it again"
-        )
     part_of_row = np.cumsum(sizes) // _BATCH
     starts = [0, *(np.flatnonzero(np.diff(part_of_row)) + 1).tolist(), batch.num_rows]
     return [batch.slice(start, stop - start) for start, stop in itertools.pairwise(starts)]
@@ -194,14 +194,10 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Batches:
     refuse_missing(path, columns or (), schema.names)
     names = list(columns or schema.names)
 
-    of_lists = _rows_of_lists(path) if any(field.type.num_fields for field in schema) else []
+    rows_at_once = _rows_at_once(path, names, texts)
 
     def batches() -> Iterator[tuple[pa.RecordBatch, float]]:
-        for group in range(file.num_row_groups):
-            about = file.metadata.row_group(group)
-            refuse_beyond(path, group, about.total_byte_size // max(1, about.num_rows))
-            rows = max(1, min(_ROWS, _BATCH * about.num_rows // max(1, about.total_byte_size)))
-            rows = min(rows, of_lists[group]) if of_lists else rows
+        for group, rows in enumerate(rows_at_once):
             try:
                 for batch in file.iter_batches(rows, row_groups=[group], columns=names, use_threads=False):
                     yield batch.select(names), group / file.num_row_groups
@@ -213,37 +209,91 @@ def _parquet(path: Path, columns: Sequence[str] | None) -> Batches:
     return pa.schema([schema.field(name) for name in names]), batches()
 
 
-def _rows_of_lists(path: Path) -> list[int]:
-    """Rows to read at a time of each row group of a file with lists; a sentence where one row is beyond reason.
+def _rows_at_once(path: Path, names: Sequence[str], texts: Sequence[str]) -> list[int]:
+    """Rows to read at a time of each row group; a sentence for a file that takes memory beyond reason.
 
-    A list may have any number of values that take almost no bytes in the file, and each text in it may be as long as
-    the whole column is there. Asked in a process of its own: pyarrow ends the one that asks a damaged file for that.
+    Asked in a process of its own: pyarrow ends the one that asks a damaged file for its sizes. A list may have any
+    number of values that take almost no bytes in the file, and a text may be as long as all others together, so what
+    may expand is also read there, with no more memory than a file of its size may take.
     """
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
+        status = _DAMAGED
         with contextlib.suppress(BaseException):
+            faulthandler.disable()  # its crash is an answer
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(_SECONDS_TO_ASK)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what it says when it ends
-            groups = range(pa.parquet.read_metadata(path).num_row_groups)
+            about = pa.parquet.read_metadata(path)
+            groups = [about.row_group(number) for number in range(about.num_row_groups)]
+            sizes = [_sizes_of_rows(group) for group in groups]
+            rows = [_rows_of_group(*each) for each in sizes]
             with open(writing, "wb") as answer:  # noqa: PTH123
-                answer.write(json.dumps([_sizes_of_rows(path, group) for group in groups]).encode())
-        os._exit(0)
+                answer.write(json.dumps([[size for size, _ in sizes], rows]).encode())
+            signal.alarm(0)  # it may take longer than to ask
+            unpacked = [max(group.num_rows * size, long) for group, (size, long) in zip(groups, sizes, strict=True)]
+            status = _try_out(path, names, texts, rows) if _may_expand(path, max(unpacked, default=0)) else 0
+        os._exit(status)
     os.close(writing)
     with open(reading, "rb") as answered:  # noqa: PTH123
-        text = answered.read()
-    os.waitpid(pid, 0)
-    if not text:
+        said = answered.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    found_sizes, found_rows = json.loads(said) if said else ([], [])
+    for number, size in enumerate(found_sizes):
+        refuse_beyond(path, number, size)
+    if status == _TOO_LARGE:
+        size = path.stat().st_size
+        raise UserError(
+            f"{path} takes more than {_memory_for(size):,} bytes of memory to read, which is too much for a file of "
+            f"{size:,} bytes; write it again, with fewer rows in a row group"
+        )
+    if status:
         raise UserError(
             f"{path} is no whole Parquet file: what it says of its columns is damaged; copy or write it again"
         )
-    found = []
-    for number, (size, of_texts) in enumerate(json.loads(text)):
-        refuse_beyond(path, number, size)
-        found.append(max(1, min(_BATCH // max(1, size), max(_LEAST_ROWS, _LARGE_TEXTS // max(1, of_texts)))))
-    return found
+    return [int(rows) for rows in found_rows]
+
+
+def _try_out(path: Path, names: Sequence[str], texts: Sequence[str], rows: Sequence[int]) -> int:
+    """Read the file in a process that may not have more memory for it; the status to end that process with."""
+    file, size = pa.parquet.ParquetFile(path, read_dictionary=texts, pre_buffer=False), path.stat().st_size
+    most, data = _memory_for(size), int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_DATA, (data + most,) * 2)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
+    before = _peak()
+    for group, at_once in enumerate(rows):
+        try:
+            for batch in file.iter_batches(at_once, row_groups=[group], columns=list(names), use_threads=False):
+                if _peak() - before > most:  # of what pyarrow had from the system in advance
+                    return _TOO_LARGE
+                if batch.nbytes > _BATCH:  # more than is to be expected, so that a row may be long
+                    row = max(batch.slice(number, 1).nbytes for number in range(batch.num_rows))
+                    if is_bomb(row, _TIMES * row, size):
+                        return _TOO_LARGE
+        except MemoryError:
+            return _TOO_LARGE
+        except (pa.ArrowException, OSError):
+            pass  # who reads it afterwards says in what row group
+    return 0
+
+
+def _peak() -> int:
+    """Most bytes of memory that this process has had."""
+    line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
+
+
+def _memory_for(size: int) -> int:
+    return max(AT_ONCE, PER_BYTE * size)
+
+
+def _may_expand(path: Path, unpacked: int) -> bool:
+    """Whether a file could take more memory than one of its size may: to try it out is to read it twice."""
+    size = path.stat().st_size
+    return size <= _TRIED or (size <= SMALL and unpacked > PER_BYTE * size)
 
 
 def refuse_beyond(path: Path, group: int, row: int) -> None:
@@ -256,38 +306,19 @@ def refuse_beyond(path: Path, group: int, row: int) -> None:
         )
 
 
-def _sizes_of_rows(path: Path, number: int) -> tuple[int, int]:
-    """Bytes of a row of a row group in memory, and most bytes that the texts in its lists may take."""
-    group = pa.parquet.read_metadata(path).row_group(number)
+def _sizes_of_rows(group: Any) -> tuple[int, int]:
+    """Bytes of a row of a row group in memory, and most bytes that the texts in the lists of a row may take."""
     columns, rows = [group.column(number) for number in range(group.num_columns)], max(1, group.num_rows)
     numbers = _VALUE * sum(each.num_values for each in columns)
     texts = [each for each in columns if each.physical_type == "BYTE_ARRAY" and "." in each.path_in_schema]
     longest = sum(max(1, each.num_values // rows) * each.total_uncompressed_size for each in texts)
-    size, packed = max(group.total_byte_size, numbers) // rows, path.stat().st_size
-    texts_at_once = _LEAST_ROWS * longest
-    if packed <= SMALL and is_bomb(texts_at_once, _TIMES * texts_at_once, packed):
-        signal.alarm(0)  # it is looked at as a whole, which may take longer than to ask
-        size = max(size, _texts_of_rows(path, number, [each.path_in_schema for each in texts]))
-    return size, longest
+    return max(group.total_byte_size, numbers) // rows, longest
 
 
-def _texts_of_rows(path: Path, number: int, texts: list[str]) -> int:
-    """Most bytes that the texts in lists take in a few neighbouring rows of a row group, without taking as many: a
-    text that is there a thousand times lies in the file once."""
-    file, most = pa.parquet.ParquetFile(path, read_dictionary=texts), 0
-    for batch in file.iter_batches(_LEAST_ROWS, row_groups=[number], columns=texts, use_threads=False):
-        found = [leaf for column in batch.columns for leaf in _leaves(column)]
-        most = max(most, sum(int(_sizes(leaf).sum()) for leaf in found if isinstance(leaf, pa.DictionaryArray)))
-    return most
-
-
-def _leaves(column: pa.Array) -> list[pa.Array]:
-    """The values inside of lists, structs and maps, without these."""
-    if pa.types.is_struct(column.type):
-        return [leaf for part in column.flatten() for leaf in _leaves(part)]
-    if pa.types.is_map(column.type):
-        return [leaf for part in (column.keys, column.items) for leaf in _leaves(part)]
-    return _leaves(column.flatten()) if pa.types.is_nested(column.type) else [column]
+def _rows_of_group(size: int, of_texts: int) -> int:
+    """Rows of so many bytes to read at a time."""
+    of_lists = max(_LEAST_ROWS, _LARGE_TEXTS // of_texts) if of_texts else _ROWS
+    return max(1, min(_ROWS, _BATCH // max(1, size), of_lists))
 
 
 def _arrow(path: Path, columns: Sequence[str] | None) -> Batches:
