@@ -31,6 +31,7 @@ from meshrun.data.sources import delimited, lines, mapped, once, source, turned
 from meshrun.data.sources.saved import saved as files_saved_in
 from meshrun.data.sources.tables import files_of
 from meshrun.errors import BadSample, RunFailed, UserError
+from tests.data.forked import forked
 
 Row = dict[str, Any]
 
