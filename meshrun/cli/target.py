@@ -148,8 +148,7 @@ def _entry_of(path: Path) -> str | None:
             case ast.Assign(targets=targets, value=value) if any(
                 isinstance(t, ast.Name) and t.id == ENTRY for t in targets
             ):
-                # Loggers' programs have such a name too: experiment = Experiment(api_key=…)
-                if not isinstance(value, ast.Call) or acting == [node]:
+                if acting == [node] or not _is_logger(value, tree):
                     return ENTRY
     if not acting:
         if imported:
@@ -169,6 +168,14 @@ def _defining(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _defining([*node.body, *(each for handler in node.handlers for each in handler.body)])
         elif isinstance(node, ast.If) and "__name__" not in ast.unparse(node.test):
             yield from _defining([*node.body, *node.orelse])
+
+
+def _is_logger(value: ast.expr, tree: ast.Module) -> bool:
+    """Whether a script has a value called `experiment` for its own use: experiment = Experiment(api_key=…)."""
+    if not isinstance(value, ast.Call):
+        return False
+    uses = (node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load))
+    return ast.unparse(value.func).endswith("Experiment") or any(node.id == ENTRY for node in uses)
 
 
 def _acts(node: ast.stmt) -> bool:

@@ -87,6 +87,7 @@ def test_a_file_that_does_nothing_when_it_is_run_is_refused(tmp_path: Path, text
         "from elsewhere import *\n",
         "class experiment: ...\n",
         "experiment = partial(make, 3)\n",
+        "import torch\ntorch.manual_seed(0)\nexperiment = partial(make, 3)\n",
     ],
 )
 def test_an_experiment_is_found_wherever_a_file_defines_it(tmp_path: Path, text: str):
@@ -98,6 +99,7 @@ def test_an_experiment_is_found_wherever_a_file_defines_it(tmp_path: Path, text:
     [
         "from comet_ml import Experiment\nexperiment = Experiment(api_key='…')\ntrain()\n",
         "from comet_ml import Experiment\nexp = Experiment()\n",
+        "import comet\nexperiment = comet.start()\nfor step in range(9):\n    experiment.log_metric('loss', step)\n",
         "import sys\nif __name__ == '__main__':\n    from e import experiment\n    run(experiment)\n",
         "from meshrun import Experiment, Trainer\nexp = Experiment()\nfor update in Trainer(exp).steps(): ...\n",
     ],
