@@ -10,7 +10,9 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -258,6 +260,7 @@ def test_file_of_options_may_have_dashes_or_underscores(tmp_path: Path):
     [
         ("o.toml", b"a = ", "is not valid TOML"),
         ("o.toml", b"\xff\xfe", "is not valid TOML"),
+        ("o.toml", b"a = " + b"[" * 100_000, "is not valid TOML: nested too deep"),
         ("o.json", b"{", "is not valid JSON"),
         ("o.json", b"3", "holds int; it must be a table of options"),
         ("o.toml", None, "cannot read .*No such file"),
@@ -376,6 +379,12 @@ def test_config_json_with_a_secret_is_for_its_owner_alone(tmp_path: Path):
     assert modes[:3] == [0o600] * 3 and modes[3] != 0o600
 
 
+def test_room_that_is_kept_for_root_is_not_free(monkeypatch: pytest.MonkeyPatch):
+    about = SimpleNamespace(f_bavail=3, f_bfree=9, f_frsize=512, f_bsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: about)
+    assert config_module.free_bytes(Path("/")) == 3 * 512
+
+
 def test_what_a_run_was_before_stays_in_its_history(tmp_path: Path):
     first = RunConfig("digits", runs=tmp_path, steps=5)
     run = RunDirectory.create(first)
@@ -383,6 +392,15 @@ def test_what_a_run_was_before_stays_in_its_history(tmp_path: Path):
         run.save_config(dataclasses.replace(first, steps=9), {"layout": "dp=1"})
     assert [each["config"]["steps"] for each in run.document()["history"]] == [5]
     assert run.config().steps == 9
+    with run.renewed(first, run.document()):
+        pass
+    assert [each["config"]["steps"] for each in run.document()["history"]] == [5, 9]
+
+
+def test_a_secret_of_an_earlier_start_stays_its_owners(tmp_path: Path):
+    run = RunDirectory.create(RunConfig("digits", {"api_key": "x"}, runs=tmp_path))
+    with run.renewed(RunConfig("digits", runs=tmp_path), run.document()):
+        assert (run.path / "config.json").stat().st_mode & 0o077 == 0
 
 
 def test_a_run_that_another_process_has_started_since_it_was_read_is_refused(tmp_path: Path):
@@ -499,6 +517,8 @@ def test_a_folder_in_memory_that_somebody_else_has_taken_is_passed_over(
     usual.chmod(0o777)
     other = config_module.memory_of_user()
     assert other != usual and made_private(other) and config_module.memory_of_user() == other
+    assert made_private(other.with_name(f"{usual.name}.{time.time_ns():020d}-later"))
+    assert config_module.memory_of_user() == other, "all processes of a user take the same"
 
 
 def test_room_that_was_kept_is_freed_when_there_is_little_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -528,6 +548,7 @@ def test_a_run_that_was_stopped_names_the_newest_of_its_checkpoints_and_how_to_c
     ("text", "seconds"),
     [
         ("90s", 90.0),
+        ("5m", 300.0),
         ("10min", 600.0),
         ("1.5 h", 5400.0),
         (" 2H ", 7200.0),

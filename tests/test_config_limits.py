@@ -31,6 +31,7 @@ def test_numbers_are_taken_from_the_least_to_the_most(name: str):
         ("timeout", 0.0, r"a number above 0 \(seconds\)"),
         ("timeout", math.nan, r"a number above 0 \(seconds\)"),
         ("timeout", 1e300, "a year"),
+        ("timeout", 366.0 * 24 * 3600, "a year"),
         ("hang_after", math.inf, "a year"),
         ("mtbf", -1.0, r"a number above 0 \(hours\)"),
         ("spike", 0.0, r"a number above 0 \(times the usual spread\)"),

@@ -43,6 +43,13 @@ def test_pipes_sockets_and_devices_are_no_plain_files(make: object, tmp_path: Pa
         assert refused.value.errno == errno.EINVAL
 
 
+def test_a_folder_that_was_opened_by_mistake_is_closed_again(tmp_path: Path):
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    with pytest.raises(IsADirectoryError):
+        open_plain(tmp_path)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_only_plain_files_of_this_user_and_no_links_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     own, link, pipe = (tmp_path / name for name in ("own", "link", "pipe"))
     own.write_bytes(b"content")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import replace
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,13 +35,59 @@ def test_a_rank_whose_others_are_made_up_hears_itself_from_all_of_them():
 
 def test_nobody_can_guess_the_secret_of_the_store_that_rank_0_serves(monkeypatch: pytest.MonkeyPatch):
     secrets: list[bytes] = []
-    monkeypatch.setattr(mesh.store_process, "serve", lambda _, __, secret: secrets.append(secret) or {"loopback": 4711})
+    addresses: list[str | None] = []
+
+    def serve(_port: int, address: str | None, secret: bytes) -> dict[str, int]:
+        secrets.append(secret)
+        addresses.append(address)
+        return {"loopback": 4711}
+
+    monkeypatch.setattr(mesh.store_process, "serve", serve)
     monkeypatch.setattr(mesh, "publish", lambda *told: secrets.append(told[-1]))
     monkeypatch.setattr(mesh, "_client", lambda *_: None)
     for _ in range(2):
         mesh._store(replace(WORLD, rank=0, local_rank=0), mesh.Meeting(), None)
     first, told, second, told_then = secrets
     assert len(first) == 32 and first == told and first != second == told_then
+    assert addresses == [None, None], "on one machine ranks meet on loopback, where the kernel says whose they are"
+
+
+@pytest.mark.parametrize(("rank", "agent", "serves"), [(0, False, True), (0, True, False), (1, False, False)])
+def test_only_rank_0_serves_a_store_that_the_launcher_names_and_only_where_no_agent_does(
+    rank: int, agent: bool, serves: bool, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[bool] = []
+    monkeypatch.setattr(mesh, "_named_store", lambda *words: asked.append(words[3]))
+    mesh._store(replace(WORLD, rank=rank, address="n1", port=29500, agent_store=agent), mesh.Meeting(), None)
+    assert asked == [serves]
+
+
+def test_what_was_started_for_an_address_that_does_not_answer_is_ended(monkeypatch: pytest.MonkeyPatch):
+    found, ended = iter([("10.0.0.7", 1, b""), None, ("10.0.0.7", 2, b"")]), list[int]()
+
+    def reached(_world: World, _address: str, port: int, _secret: bytes) -> str:
+        if port == 1:
+            raise ConnectionRefusedError("left by a launch that died")
+        return "the store"
+
+    monkeypatch.setattr(mesh, "lookup_store", lambda *_: next(found))
+    monkeypatch.setattr(mesh, "_reached_store", reached)
+    monkeypatch.setattr(mesh.store_process, "end", lambda: ended.append(1))
+    assert mesh._published_store(WORLD, mesh.Meeting(timeout=5.0)) == "the store"
+    assert ended == [1]
+
+
+def test_rank_0_gives_up_first_since_it_knows_who_is_missing(monkeypatch: pytest.MonkeyPatch):
+    waits: list[float] = []
+
+    def wait(_keys: list[str], limit: timedelta) -> None:
+        waits.append(limit.total_seconds())
+
+    store: Any = SimpleNamespace(set=lambda *_: None, wait=wait, get=lambda _: b"", check=lambda _: True)
+    monkeypatch.setattr(mesh, "PrefixStore", lambda _, found: found)
+    for rank in (0, 1):
+        mesh._all_arrived(replace(WORLD, rank=rank), store, f"rank {rank}", timeout=60.0)
+    assert waits[0] == 60 < waits[1]
 
 
 @pytest.mark.parametrize(("size", "connected", "closed"), [(3, 2, [{7}]), (3, 1, []), (3, 0, []), (0, 2, [])])
@@ -181,3 +229,41 @@ def test_a_group_that_a_program_forms_with_a_device_mesh_is_noticed(monkeypatch:
     mesh.notice_groups(lambda: formed.append("formed"))
     dist.device_mesh.init_process_group()
     assert formed == ["formed"]
+    guarded = dist.distributed_c10d._new_process_group_helper
+    mesh._guard_groups()
+    assert dist.distributed_c10d._new_process_group_helper is guarded is not helper, "guarded, and only once"
+
+
+class Groups:
+    """A mesh that says which of its axes were made one."""
+
+    def __getitem__(self, axes: tuple[str, ...]) -> Groups:
+        return self
+
+    def _flatten(self, _name: str) -> object:
+        return object()
+
+
+def test_axes_are_made_one_once_for_each_mesh(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(mesh, "_flattened", {})
+    monkeypatch.setattr(mesh, "_among_own_processes", contextlib.nullcontext)
+    first, second = (replace(here(mesh=Groups()), layout=parse("dp=2,fsdp=2")) for _ in range(2))
+    assert first.submesh("dp", "fsdp") is first.submesh("dp", "fsdp") is not second.submesh("dp", "fsdp")
+
+
+def test_ranks_that_each_see_a_gpu_of_their_own_share_none(monkeypatch: pytest.MonkeyPatch):
+    uuids = iter(["GPU-1", "GPU-2"])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=next(uuids)))
+    places = [mesh._place_of(replace(WORLD, rank=rank), torch.device("cuda", 0), "auto") for rank in range(2)]
+    assert not mesh._shared_places(places)
+
+
+def test_a_mesh_that_was_left_leaves_no_groups_to_another_one(monkeypatch: pytest.MonkeyPatch):
+    flattened: Any = {(1, "dp_fsdp"): object()}
+    monkeypatch.setattr(mesh, "_flattened", flattened)
+    monkeypatch.setattr(mesh, "_here", here())
+    for name in ("all_reduce", "destroy_process_group"):
+        monkeypatch.setattr(dist, name, lambda *_: None)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    mesh.finish()
+    assert not flattened and mesh._here is None

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from meshrun import strict_json
+
+
+@dataclass(frozen=True)
+class Pair:
+    first: int
+    second: str
 
 
 def standard(text: str) -> Any:
@@ -101,3 +108,11 @@ def test_a_value_of_another_type_is_refused_by_its_name(hint: Any, value: Any):
 )
 def test_a_value_becomes_what_its_type_says(hint: Any, value: Any, found: Any):
     assert strict_json.of_type(hint, value, "it") == found
+
+
+def test_a_document_that_lacks_a_field_is_refused_with_those_it_has():
+    assert strict_json.of_type(Pair, {"first": 1, "second": "x"}, "it") == Pair(1, "x")
+    with pytest.raises(ValueError, match="it is not all there: it has only first"):
+        strict_json.of_type(Pair, {"first": 1}, "it")
+    with pytest.raises(ValueError, match="it has 'third', which this version of meshrun does not know"):
+        strict_json.of_type(Pair, {"first": 1, "second": "x", "third": 1}, "it")

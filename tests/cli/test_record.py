@@ -161,14 +161,15 @@ def test_words_that_are_written_down_hide_the_values_of_secrets():
         "--api-key=x",
         "--password",
         "y.-1",
+        "--token",
         "--lr",
         "1",
         "--from",
         "s3://me:z@host:9/a@b",
         "http://h:1/c@d",
     ]
-    shown = ["run", "--api-key=(hidden)", "--password", "(hidden)", "--lr", "1", "--from", "s3://(hidden)@host:9/a@b"]
-    assert without_secrets(words) == (*shown, "http://h:1/c@d")
+    shown = ["run", "--api-key=(hidden)", "--password", "(hidden)", "--token", "--lr", "1"]
+    assert without_secrets(words) == (*shown, "--from", "s3://(hidden)@host:9/a@b", "http://h:1/c@d")
 
 
 @pytest.mark.parametrize(

@@ -260,14 +260,15 @@ def test_only_as_many_nodes_take_part_as_suit_the_layout():
 
 
 @pytest.mark.parametrize("action", ["restart", "end", "report"])
-def test_what_a_watch_has_found_is_acted_on(action: Any):
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_watch_has_found_is_acted_on(action: Any, rank: int):
     run = Run()
-    run.head.hear("a", Verdict(1, "rank 1 hangs", action), run.now)
+    run.head.hear("a", Verdict(rank, "a rank hangs", action), run.now)
     run.tick()
     check: dict[str, Callable[[], bool]] = {
-        "restart": lambda: run.stops == [("a", Stop(dead=(1,)))],
+        "restart": lambda: run.stops == [("a", Stop(dead=(rank,)))],
         "end": lambda: run.stops == [("a", Stop(final=True))],
-        "report": lambda: not run.stops and run.told == [("hang", {"sentence": "rank 1 hangs"})],
+        "report": lambda: not run.stops and run.told == [("hang", {"sentence": "a rank hangs"})],
     }
     assert check[action]()
 

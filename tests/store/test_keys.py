@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -46,6 +47,15 @@ def soon(action) -> threading.Thread:
     thread = threading.Thread(target=act)
     thread.start()
     return thread
+
+
+def test_what_asks_ranks_to_stop_leaves_them_their_store(stores: dict[str, tuple[dist.TCPStore, dist.TCPStore]]):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2):
+        for child in process._children:
+            child.send_signal(number)
+    one, other = stores["meshrun"]
+    one.set("state", "kept")
+    assert other.get("state") == b"kept" and all(child.poll() is None for child in process._children)
 
 
 def test_values_are_set_counted_compared_appended_and_deleted(pair):

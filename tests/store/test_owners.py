@@ -278,3 +278,11 @@ def test_of_two_that_listen_on_a_port_the_one_at_the_loopback_address_is_who_ans
     assert owner_of_listener(80) == 1
     monkeypatch.setattr(owners, "_sockets", lambda: iter(everywhere))
     assert owner_of_listener(80) == 2 and owner_of_listener(81) is None
+
+
+def test_a_connection_that_nobody_has_accepted_yet_is_of_who_listens_there(monkeypatch: pytest.MonkeyPatch):
+    """Until then the kernel gives root as its owner."""
+    end = ipaddress.ip_address("127.0.0.1"), 4711
+    answers = {4712: (owners.ESTABLISHED, 0, 0), 0: (owners.LISTENING, 1000, 55)}
+    monkeypatch.setattr(owners, "_answer", lambda _, remote: answers[remote[1]])
+    assert owners._asked(end, (end[0], 4712)) == 1000

@@ -89,6 +89,12 @@ def test_a_barrier_opens_for_all_when_the_last_has_come():
     assert [each.answers for each in clients] == [[b"\0"]] * 3
 
 
+def test_a_client_that_does_not_begin_as_torchs_do_is_refused():
+    for begin in (command(PING) + BEGIN[1:], BEGIN[:1] + struct.pack("<I", MAGIC + 1)):
+        with pytest.raises(BadCommand, match="does not begin as a TCPStore client does"):
+            Session(Keys(), print).feed(begin)
+
+
 def test_a_text_that_is_too_long_is_refused_before_it_has_come():
     client = Client(Keys())
     with pytest.raises(BadCommand, match="longer than"):
@@ -243,3 +249,31 @@ def test_a_relay_that_strangers_push_out_of_the_stores_port_tries_again():
         ):
             client.sendall(BEGIN + command(PING, b"ping"))
             assert received(client, 4) == b"ping"
+
+
+def test_a_relay_gives_up_on_a_store_that_lets_nobody_in(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(relay_module, "_GIVE_UP", 0.2)
+
+    def refuse(port: socket.socket) -> None:
+        with contextlib.suppress(OSError):  # the test is over
+            while True:
+                port.accept()[0].close()
+
+    with socket.create_server(("127.0.0.1", 0)) as port:
+        threading.Thread(target=refuse, args=(port,), daemon=True).start()
+        with (
+            Relay("127.0.0.1", port.getsockname()[1], SECRET) as relay,
+            socket.create_connection(("127.0.0.1", relay.port), timeout=5) as client,
+        ):
+            assert client.recv(1) == b""
+        port.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_a_relayed_connection_ends_with_either_side(side: int):
+    near, far = socket.socketpair(), socket.socketpair()
+    passing = threading.Thread(target=relay_module._splice, args=(near[0], far[0]), daemon=True)
+    passing.start()
+    (near, far)[side][1].close()
+    passing.join(5)
+    assert not passing.is_alive()

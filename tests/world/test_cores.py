@@ -47,6 +47,11 @@ def test_without_a_topology_every_cpu_counts_as_a_core() -> None:
     assert shares(range(4), 2, {0: (0, 0), 1: (0, 0)}) == [{0, 1}, {2, 3}]
 
 
+def test_a_cpu_that_is_not_described_is_no_core_of_another_package() -> None:
+    assert share({1, 2}, 0, 2, {2: (1, 0)}) | share({1, 2}, 1, 2, {2: (1, 0)}) == {1, 2}
+    assert len(share({1, 2}, 0, 2, {2: (1, 0)})) == 1
+
+
 def test_a_local_rank_outside_its_node_is_an_error() -> None:
     with pytest.raises(ValueError, match="local rank 2 is not one of 2"):
         share(range(4), 2, 2, None)
@@ -100,6 +105,11 @@ def test_this_machines_cores_are_granted_and_shared() -> None:
             3.0,
         ),
         ("1:cpu:/\n0::/\n", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        (
+            "1:cpuset:/x\n",
+            {"cpu/x/cpu.cfs_quota_us": "300000", "cpu/x/cpu.cfs_period_us": "100000"},
+            None,
+        ),
         ("", {}, None),
     ],
 )
@@ -133,6 +143,8 @@ def test_a_sites_masks_put_ranks_near_their_gpus() -> None:
 
 def test_masks_that_do_not_fit_are_passed_over() -> None:
     assert [len(mine(range(32), rank, 8, LUMI)) for rank in range(8)] == [4] * 8, "a part of the node was granted"
+    usable = set(range(4, 16))
+    assert mine(usable, 0, 2, ["ff", "ff00"]) <= usable, "a mask with some cores that were not granted"
     assert len(mine(range(64), 0, 4, LUMI)) == 16, "fewer ranks than masks"
 
 

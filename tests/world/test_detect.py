@@ -139,6 +139,10 @@ def test_requeued_slurm_job_is_a_later_attempt_with_another_key() -> None:
     assert detect(BATCH | {"SLURM_RESTART_COUNT": "3"}).attempt == 3
 
 
+def test_restarts_are_those_of_torchrun_in_a_job_that_was_started_again_too() -> None:
+    assert detect(TORCHRUN | {"SLURM_RESTART_COUNT": "1"}).attempt == 2
+
+
 def test_torchruns_default_run_id_is_no_key() -> None:
     assert detect(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).job == "torchrun-n1:29500"
     assert detect(without(TORCHRUN, "TORCHELASTIC_RUN_ID")).job == "torchrun-n1:29500"
@@ -147,6 +151,8 @@ def test_torchruns_default_run_id_is_no_key() -> None:
 def test_torchrun_without_groups_counts_nodes_by_local_size() -> None:
     world = detect(without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE"))
     assert (world.node, world.nodes) == (1, 2)
+    uneven = without(TORCHRUN, "GROUP_RANK", "GROUP_WORLD_SIZE") | {"WORLD_SIZE": "5", "RANK": "1"}
+    assert (detect(uneven).node, detect(uneven).nodes) == (0, 3), "the last node has one rank"
 
 
 def test_torchrun_variables_exported_by_hand_take_the_node_from_the_slurm_step() -> None:
@@ -158,6 +164,8 @@ def test_torchrun_variables_exported_by_hand_take_the_node_from_the_slurm_step()
     assert detect(by_hand | {"LOCAL_RANK": "3"}).local_size == 4
     with pytest.raises(UserError, match="LOCAL_RANK=1 of RANK=3 means several nodes, but LOCAL_WORLD_SIZE is not set"):
         detect(by_hand)
+    with pytest.raises(UserError, match="LOCAL_RANK=1 of RANK=2 means several nodes"):
+        detect(SRUN | by_hand | {"RANK": "2"})  # Slurm speaks of another rank, which may be on another node
 
 
 def test_open_mpi_5_has_its_name_space_for_a_key() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from meshrun.world.environment import (
     choose_interfaces,
     inherited,
     keep_temporary_files_safe,
+    of_foreign_rank,
+    of_new_job,
     of_nursery,
     of_rank,
     only,
@@ -35,6 +38,17 @@ def test_a_rank_reads_its_place_as_the_launcher_meant_it():
     assert (world.node, world.nodes, world.attempt) == (1, 2, 3)
     assert (world.address, world.port, world.agent_store) == ("10.0.0.1", 4711, True)
     assert "abc" in world.job
+
+
+def test_a_rank_whose_user_has_said_where_they_meet_serves_the_store_itself():
+    world = replace(detect({}), rank=0, size=2, nodes=2)
+    there, chosen = (of_foreign_rank(world, meet) for meet in (("10.0.0.1", 4711), None))
+    assert (there["MASTER_ADDR"], there["MASTER_PORT"], there["TORCHELASTIC_USE_AGENT_STORE"]) == (
+        "10.0.0.1",
+        "4711",
+        "True",
+    )
+    assert there.keys() - chosen.keys() == {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
 
 
 @pytest.mark.usefixtures("restored")
@@ -75,8 +89,24 @@ def test_temporary_files_are_where_no_other_user_can_exchange_them(
 
 
 @pytest.mark.usefixtures("restored")
+def test_temporary_files_are_where_this_user_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(os, "access", lambda place, _mode: Path(place) != tmp_path)
+    keep_temporary_files_safe()
+    assert tempfile.gettempdir() == "/tmp"
+
+
+@pytest.mark.usefixtures("restored")
 def test_variables_are_put_back_after_a_while_with_others():
     before = dict(os.environ)
-    with only({"OWN": "2"}):
+    with pytest.raises(ValueError, match="of the script"), only({"OWN": "2"}):
         assert inherited() == {"OWN": "2"}
+        raise ValueError("of the script")
     assert dict(os.environ) == before
+
+
+@pytest.mark.usefixtures("restored")
+def test_commands_of_slurm_get_nothing_of_the_job_that_they_are_asked_in():
+    take_over({"PATH": "/bin", "SLURM_JOB_ID": "1", "SRUN_CPUS_PER_TASK": "4", "SLURM_CONF": "/etc/slurm.conf"})
+    kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf"}
+    assert of_new_job() == {**kept, "SLURM_TIME_FORMAT": "standard"}

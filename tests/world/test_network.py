@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import fcntl
 import ipaddress
 import json
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -124,6 +127,20 @@ def test_the_sites_interface_is_taken_where_it_is_there(machine):
     assert address_of(TWO_NODES, HSN) == "10.3.0.1"
     machine(Interface("ib0", "10.2.0.1"))
     assert address_of(TWO_NODES, HSN) == "10.2.0.1"
+
+
+@pytest.mark.parametrize(("told", "speed"), [(1000, 1000), (400_000, 400_000), (0xFFFF, 0), (0xFFFF_FFFF, 0)])
+def test_a_speed_above_16_bits_is_read_whole(told: int, speed: int, monkeypatch: pytest.MonkeyPatch):
+    """The kernel tells its halves apart, and all bits where it does not know."""
+
+    def answer(_probe: object, _question: int, request: bytes) -> None:
+        _, address = struct.unpack_from("16sP", request)
+        for place, half in ((12, told & 0xFFFF), (28, told >> 16)):
+            ctypes.memmove(address + place, struct.pack("H", half), 2)
+
+    monkeypatch.setattr(fcntl, "ioctl", answer)
+    with socket.socket() as probe:
+        assert network._speed(probe, "hsn0") == speed
 
 
 def test_nccl_is_told_all_interfaces_of_a_fast_kind_or_one_exactly():

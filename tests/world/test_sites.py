@@ -14,7 +14,7 @@ import pytest
 
 from meshrun.errors import UserError
 from meshrun.world import sites, walltime
-from meshrun.world.profile import KEYS, Partition
+from meshrun.world.profile import KEYS, Detect, Partition
 from meshrun.world.profile_file import from_document, to_text
 
 NO_HOME = {"HOME": "/nowhere"}
@@ -50,6 +50,12 @@ def test_a_profile_that_is_written_and_read_again_says_the_same(name: str):
     assert from_document(name, tomllib.loads(to_text(site)), site.file) == site
 
 
+def test_a_site_is_recognised_by_what_is_set_and_by_the_short_name_of_the_host():
+    lab = Detect(host=("^login1$",), environment={"LAB": "^.*$"})
+    assert lab.matches({}, None, "login1.lab.example") and lab.matches({"LAB": ""}, None, "x")
+    assert not lab.matches({}, None, "x")
+
+
 def test_the_ten_sites_are_there():
     ours = "clariden engaging jean-zay jupiter jureca-dc juwels-booster karolina leonardo lumi-g perlmutter"
     assert sites.names(NO_HOME) == ours.split()
@@ -77,8 +83,9 @@ def test_an_unknown_site_is_refused_with_near_names():
 def test_a_users_own_profile_is_found_and_replaces_ours_by_name(tmp_path: Path):
     env = own(tmp_path, "lumi-g", 'title = "mine"')
     assert sites.load("lumi-g", env).title == "mine"
-    env = own(tmp_path, "lab", 'title = "the lab"\n[detect]\ncluster = ["^lumi$"]\n')
+    env = own(tmp_path / "another", "lab", 'title = "the lab"\n[detect]\ncluster = ["^lumi$"]\n')
     assert "lab" in sites.names(env) and len(sites.names(env)) == 11
+    assert sites.load("lumi-g", env).detect.matches(env, "lumi", "somewhere")
     assert sites.found_here(env, "lumi", "somewhere").title == "the lab", "a user's own is asked first"
 
 
