@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import os
 import subprocess
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -225,6 +229,61 @@ def test_ctrl_c_leaves_the_job_and_says_how_to_see_it_again(
     assert follow(Slurm(), run) == 130
     said = capsys.readouterr().err
     assert f"the job goes on; meshrun follow {run} shows it again, meshrun cancel {run} ends it" in said
+
+
+@pytest.mark.parametrize("states", [("failed", "complete"), ("complete", "failed"), ("complete", "complete")])
+def test_a_sweep_fails_where_any_of_its_runs_did(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], states: tuple[str, str]
+):
+    record = recorded(run)
+    elements = tuple(Element(run, values) for values in ("lr=1", "lr=2"))
+    replace(record, submission=replace(record.submission, sweep=elements)).save(run)
+    ends = [following.End(run, "7", state, state, None) for state in states]
+    monkeypatch.setattr(following, "_together", lambda *_: ends)
+    assert follow(Slurm(), run, {}) == ("failed" in states)
+    assert json.loads(capsys.readouterr().out)["runs"][0]["state"] == states[0]
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_the_log_of_a_run_is_read_as_that_of_whose_it_is(run: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool):
+    recorded(run)
+    seen: list[bool] = []
+    monkeypatch.setattr(following, "Follow", lambda *words: seen.append(words[3]) or contextlib.nullcontext())
+    monkeypatch.setattr(following, "watch", lambda *_: [following.End(run, "7", "complete", "", None)])
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + (not is_own))
+    assert follow(Slurm(), run) == 0 and seen == [is_own]
+
+
+def test_a_job_that_runs_again_is_not_over(run: Path, monkeypatch: pytest.MonkeyPatch):
+    recorded(run)
+    log(run, "")
+    clock = [0.0]
+    over = replace(JOB, state="COMPLETED")
+    monkeypatch.setattr(following, "ASK", (0.0, 0.0))
+    monkeypatch.setattr(following, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(Slurm, "job", lambda *_: over if clock[0] in (0.0, 90.0) else JOB)
+    looks = watch(Slurm(), run)
+    for clock[0] in (0.0, following.GRACE / 2, 2 * following.GRACE, 90.0, 90.0 + following.GRACE):
+        assert isinstance(next(looks), Job)
+
+
+def test_slurm_is_asked_less_and_less_often_and_never_too_seldom(run: Path, monkeypatch: pytest.MonkeyPatch):
+    recorded(run)
+    clock, asked = [0.0], list[float]()
+
+    def job(*_: object) -> Job:
+        asked.append(clock[0])
+        return JOB
+
+    monkeypatch.setattr(following, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(Slurm, "job", job)
+    looks = watch(Slurm(), run)
+    for _ in range(400):
+        next(looks)
+        clock[0] += 0.5
+    pauses = [later - before for before, later in itertools.pairwise(asked)]
+    assert pauses[0] == following.ASK[0] and max(pauses) == pauses[-1] == following.ASK[1]
 
 
 def test_a_script_that_was_submitted_by_hand_goes_on_with_its_run(run: Path):

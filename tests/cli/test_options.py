@@ -156,6 +156,17 @@ def test_wrong_value_is_refused_with_what_would_be_valid(words: list[str], sente
     assert str(refused.value) == sentence
 
 
+def test_a_parameter_of_several_types_is_no_option():
+    def function(width: int | str = 3, depth: int | None = None) -> None: ...
+
+    assert [option.name for option in options_of(function)] == ["depth"]
+
+
+def test_a_required_parameter_may_be_given_as_zero(tmp_path: Path):
+    found = parse_run([written(tmp_path, "def experiment(width: int): ..."), "--width", "0"])
+    assert found is not None and found.config.options == {"width": 0}
+
+
 def test_required_parameter_must_be_given(tmp_path: Path):
     program = written(tmp_path, "def experiment(data: str, shards: list): ...")
     with pytest.raises(UserError, match=r"data has no default in program.py; give it a value \(--data\)"):
@@ -336,6 +347,8 @@ def test_an_option_that_a_script_has_too_is_told_about(tmp_path: Path):
     )
     words = (script, "--procs=2", "--name=a", "--", "--device", "cpu")
     assert shared_with(Path(script), words) == ["--name"]
+    script = written(tmp_path, "parser.add_argument('--json'); parser.add_argument('--steps')", "mine.py")
+    assert shared_with(Path(script), (script, "--json", "--steps", "3")) == ["--json"]
 
 
 def test_a_configuration_of_a_script_that_is_none_of_meshruns_says_where_it_belongs(tmp_path: Path):

@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from meshrun.cli.recorder import Recorder
+from meshrun.cli.recorder import Recorder, last_lines
 from meshrun.config import RunConfig, RunDirectory
+from meshrun.errors import RunFailed
 from meshrun.mesh import PeerLost
 from meshrun.observe.events import read_events
 from meshrun.observe.failures import notes_in
@@ -19,6 +20,7 @@ def failure_of(tmp_path: Path, error: Exception) -> list[dict[str, object]]:
     run = RunDirectory.create(RunConfig("digits", runs=tmp_path))
     recorder = Recorder(run, 1, None, tmp_path)
     recorder("step", step=4)
+    recorder("note", text="evaluating")
     recorder.failure(error, 1)
     recorder.close()
     return [read_events(path)[-1] for path in (run.events_of(1), notes_in(tmp_path, 1))]
@@ -39,8 +41,27 @@ def test_a_stop_of_an_iterator_in_the_program_is_told_as_the_program_has_raised_
 
 
 def test_the_loss_of_another_rank_is_a_consequence(tmp_path: Path):
-    for event in failure_of(tmp_path, PeerLost("rank 1 lost another rank")):
-        assert event["secondary"] is True
+    for error, secondary in ((PeerLost("rank 1 lost another rank"), True), (RunFailed("the loss is NaN"), False)):
+        assert [event["secondary"] for event in failure_of(tmp_path, error)] == [secondary] * 2
+
+
+def test_an_error_that_the_program_itself_has_made_of_a_stop_of_an_iterator_is_told(tmp_path: Path):
+    error = KeyError("sample")
+    error.__cause__ = StopIteration("no more samples")
+    for event in failure_of(tmp_path, error):
+        assert "failed at step 5: KeyError: 'sample'" in str(event["sentence"])
+
+
+def test_of_many_lines_the_innermost_are_shown():
+    def inner(deep: int) -> None:
+        if not deep:
+            raise ValueError("here")
+        inner(deep - 1)
+
+    with pytest.raises(ValueError) as raised:
+        inner(9)
+    lines = last_lines(raised.value)
+    assert len(lines) == 4 and lines[-1].endswith('raise ValueError("here")')
 
 
 def test_batch_norm_of_one_sample_names_the_flags_that_give_it_more(tmp_path: Path):

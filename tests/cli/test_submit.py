@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from meshrun.cli import submit
-from meshrun.cli.job_plan import planned
+from meshrun.cli.job_plan import Plan, planned
 from meshrun.cli.main import main
 from meshrun.cli.options import options_of
 from meshrun.cli.static import static_options
 from meshrun.cli.target import Target, find, recipes
 from meshrun.config import RunConfig
-from meshrun.errors import RunFailed
+from meshrun.errors import RunFailed, UserError
+from meshrun.launch.chain import Record
+from meshrun.launch.slurm import Slurm
+from meshrun.train import refusals
 from meshrun.world.environment import python_for
 from tests.cli.test_bad_input import check_refusal
 from tests.launch.command import Ended
@@ -326,3 +331,63 @@ def test_the_runs_of_a_sweep_have_all_combinations_of_its_values(tmp_path: Path,
     ]
     assert {each.config.nodes for each in plan.choices} == {"1:2"}
     assert [element.run.name for element in plan.submission.sweep] == ["digits-1", "digits-2", "digits-3", "digits-4"]
+
+
+class Queue(Slurm):
+    """A Slurm whose jobs begin, and go on as another one, before sbatch has said their number."""
+
+    def __init__(self, plan: Plan, rejects: bool = False) -> None:
+        super().__init__()
+        object.__setattr__(self, "rejects", rejects)
+        object.__setattr__(self, "folders", [plan.submission.run, *(each.run for each in plan.submission.sweep)])
+
+    def submit(self, script: Path, *_flags: str) -> str:
+        assert script.stat().st_mode & 0o777 == 0o755
+        if self.rejects:  # type: ignore[attr-defined]
+            raise UserError("Slurm rejects the job")
+        for folder in self.folders:  # type: ignore[attr-defined]
+            replace(Record.load(folder), jobs=("99",)).save(folder)
+        return "7"
+
+
+def test_each_run_of_a_sweep_has_its_own_number_and_keeps_what_its_job_has_noted_already(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    plan = planned(["digits", *DRY, "--sweep", "lr=1e-3,3e-4"])
+    assert plan is not None
+    umask = os.umask(0)
+    try:
+        submission, job = submit._submitted(plan, Queue(plan))
+    finally:
+        os.umask(umask)
+    assert job == "7" and submission.run.stat().st_mode & 0o777 == 0o770
+    folders = [submission.run, *(each.run for each in submission.sweep)]
+    records = [Record.load(folder) for folder in folders]
+    assert [(each.jobs, each.index) for each in records] == [
+        (("7", "99"), None),
+        (("7_0", "99"), 0),
+        (("7_1", "99"), 1),
+    ]
+
+
+def test_a_job_that_slurm_rejects_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    for sweep in ([], ["--sweep", "lr=1e-3,3e-4"]):
+        plan = planned(["digits", *DRY, *sweep])
+        assert plan is not None
+        with pytest.raises(UserError, match="rejects"):
+            submit._submitted(plan, Queue(plan, rejects=True))
+        assert not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize(("layout", "looks"), [("dp=*", 0), ("fsdp=*", 1)])
+def test_whether_the_model_can_be_trained_so_is_found_out_before_it_waits_in_a_queue(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str, looks: int
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "/nowhere")
+    looked: list[str] = []
+    monkeypatch.setattr(refusals, "refuse", lambda _, layout, __: looked.append(str(layout)))
+    submit._checked(["digits", *DRY[:-1], "--layout", layout])
+    assert len(looked) == looks

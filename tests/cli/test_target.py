@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -204,6 +205,42 @@ def test_a_file_of_any_name_is_imported(tmp_path: Path, name: str):
     path = tmp_path / name
     path.write_text("import json\ndef experiment(): return json.dumps([1])\n")
     assert find(str(path)).function()() == "[1]"
+
+
+def test_what_only_runs_as_a_program_is_not_imported_for_its_experiment(tmp_path: Path):
+    text = "print('works')\nif __name__ == '__main__':\n    def experiment(): ...\n    print(experiment())\n"
+    assert entry(tmp_path, text) is None
+
+
+def test_modules_beside_a_file_are_found(tmp_path: Path):
+    (tmp_path / "beside_the_file.py").write_text("WIDTH = 3\n")
+    path = tmp_path / "uses_what_is_beside.py"
+    path.write_text("import beside_the_file\ndef experiment(): return beside_the_file.WIDTH\n")
+    assert find(str(path)).function()() == 3
+
+
+def test_a_file_stands_in_for_no_module_that_others_may_import_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.delitem(sys.modules, "wave", raising=False)
+    (tmp_path / "wave.py").write_text("def experiment(): return 1\n")
+    assert find(str(tmp_path / "wave.py")).function()() == 1
+    assert "wave" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "said"),
+    [
+        ("return 3", UserError, "returned int; it must return an Experiment"),
+        ("raise SystemExit(3)", RunFailed, "ends the program in line 2, with sys.exit(3)"),
+    ],
+)
+def test_a_function_that_makes_no_experiment_is_told_in_a_sentence(
+    tmp_path: Path, line: str, kind: type[Exception], said: str
+):
+    path = tmp_path / "none_made.py"
+    path.write_text(f"def experiment():\n    {line}\n")
+    with pytest.raises(kind) as caught:
+        make(find(str(path)), {})
+    assert str(caught.value) == f"experiment() of none_made.py {said}"
 
 
 def test_a_file_that_would_train_twice_is_refused(tmp_path: Path):

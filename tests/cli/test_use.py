@@ -10,8 +10,9 @@ import torch
 
 from meshrun.cli.export import _described
 from meshrun.cli.main import main
+from meshrun.cli.options import REQUIRED, Option
 from meshrun.cli.target import find, make
-from meshrun.cli.use import _device, use_command
+from meshrun.cli.use import _device, _values, use_command
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import UserError
 from meshrun.state.weights import save_weights
@@ -138,3 +139,10 @@ def test_the_list_of_functions_cannot_do_anything_to_the_terminal(tmp_path: Path
     made = RunDirectory.create(RunConfig(str(program), runs=tmp_path))
     assert used(str(made.path)) == 0
     assert "\x1b" not in (said := capsys.readouterr().out) and "owned" in said
+
+
+def test_a_parameter_that_must_be_given_may_be_given_as_zero():
+    option = Option("count", int, REQUIRED)
+    assert _values([option], {"count": 0}, "talk", find("digits")) == {"count": 0}
+    with pytest.raises(UserError, match="count has no default"):
+        _values([option], {"count": None}, "talk", find("digits"))
