@@ -244,6 +244,15 @@ def test_a_sweep_fails_where_any_of_its_runs_did(
     assert json.loads(capsys.readouterr().out)["runs"][0]["state"] == states[0]
 
 
+@pytest.mark.parametrize(("index", "values"), [(None, ""), (0, "lr=1"), (1, "lr=2"), (2, ""), (-1, "")])
+def test_a_place_that_a_sweep_has_not_has_no_values(run: Path, index: int | None, values: str):
+    record = recorded(run)
+    sweep = tuple(Element(run, text) for text in ("lr=1", "lr=2"))
+    assert (
+        following.values_of(replace(record, submission=replace(record.submission, sweep=sweep), index=index)) == values
+    )
+
+
 @pytest.mark.parametrize("is_own", [True, False])
 def test_the_log_of_a_run_is_read_as_that_of_whose_it_is(run: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool):
     recorded(run)

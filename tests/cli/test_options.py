@@ -162,6 +162,12 @@ def test_a_parameter_of_several_types_is_no_option():
     assert [option.name for option in options_of(function)] == ["depth"]
 
 
+def test_a_switch_before_the_target_does_not_swallow_it(tmp_path: Path):
+    path = written(tmp_path, "def experiment(): ...")
+    found = parse_run(["--json", "--procs", "2", path])
+    assert found is not None and found.as_json and (found.config.procs, found.target.path) == (2, Path(path))
+
+
 def test_a_required_parameter_may_be_given_as_zero(tmp_path: Path):
     found = parse_run([written(tmp_path, "def experiment(width: int): ..."), "--width", "0"])
     assert found is not None and found.config.options == {"width": 0}

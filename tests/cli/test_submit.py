@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from meshrun.cli import submit
+from meshrun.cli import following, job_plan, submit
 from meshrun.cli.job_plan import Plan, planned
 from meshrun.cli.main import main
 from meshrun.cli.options import options_of
@@ -24,6 +24,7 @@ from meshrun.config import RunConfig
 from meshrun.errors import RunFailed, UserError
 from meshrun.launch.chain import Record
 from meshrun.launch.slurm import Slurm
+from meshrun.layout import parse
 from meshrun.train import refusals
 from meshrun.world.environment import python_for
 from tests.cli.test_bad_input import check_refusal
@@ -391,3 +392,32 @@ def test_whether_the_model_can_be_trained_so_is_found_out_before_it_waits_in_a_q
     monkeypatch.setattr(refusals, "refuse", lambda _, layout, __: looked.append(str(layout)))
     submit._checked(["digits", *DRY[:-1], "--layout", layout])
     assert len(looked) == looks
+
+
+@pytest.mark.parametrize(
+    ("words", "followed"),
+    [
+        ([], [(False, False)]),
+        (["--no-follow"], []),
+        (["--wait", "--no-follow"], [(False, True)]),
+        (["--json"], []),
+        (["--wait", "--json"], [(True, False)]),
+    ],
+)
+def test_a_job_is_followed_or_waited_for_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], followed: list[tuple[bool, bool]]
+):
+    """As a document for scripts or in words, and with its whole story or its end alone."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(submit, "cluster_here", lambda _: None)
+    monkeypatch.setattr(Slurm, "here", lambda *_: Slurm())
+    monkeypatch.setattr(submit, "_submitted", lambda plan, _: (plan.submission, "7"))
+    seen: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(following, "follow", lambda _, __, told, quiet: seen.append((told is not None, quiet)) or 0)
+    assert submit.submit_command(["digits", *DRY[:-1], *words]) == 0 and seen == followed
+
+
+def test_a_job_goes_on_with_fewer_nodes_only_where_the_layout_fits_in_them():
+    config = RunConfig("digits", procs=2)
+    assert job_plan._fits(parse("dp=*"), 2, config) and not job_plan._fits(parse("tp=4"), 4, config)
+    assert job_plan._fits(parse("tp=4"), 4, replace(config, allow_tp_across_nodes=True))
