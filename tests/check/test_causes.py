@@ -134,6 +134,11 @@ CASES = {
 }
 
 
+def test_an_evaluation_that_changes_is_no_cause_of_other_weights():
+    told = cause(replace(SAME, tried=Tried(changing_eval="val")), ON_TWO, losses=(0.0, 0.0))
+    assert told == "all steps agree, but the final values of w do not"
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_trace_is_taken_for_its_mistake(case: str):
     reference, other, sentence = CASES[case]

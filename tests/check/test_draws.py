@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -109,10 +110,26 @@ def test_a_draw_in_a_loop_is_told_once_and_in_a_sentence():
     assert str(found) == f"drawn at {line_of('return x + torch.rand(8)')} (aten.rand in 1)"
 
 
-def test_a_forward_pass_that_fails_leaves_no_hooks():
-    def fail(_: Tensor) -> Tensor:
-        raise ZeroDivisionError
+def fail(_: Tensor) -> Tensor:
+    raise ZeroDivisionError
 
+
+def test_a_draw_after_a_module_that_has_failed_is_not_that_modules():
+    class Catches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tried = Applies(fail)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with contextlib.suppress(ZeroDivisionError):
+                self.tried(x)
+            return noise(x)
+
+    (found,) = drawn_by(Catches())
+    assert found.module == "1"
+
+
+def test_a_forward_pass_that_fails_leaves_no_hooks():
     model = nn.Sequential(Applies(fail))
     with pytest.raises(ZeroDivisionError):
         find_draws(model, lambda: model(X))

@@ -46,6 +46,18 @@ def test_one_copy_however_many_ask_for_it(original: Path, tmp_path: Path, places
     assert places == []
 
 
+def test_a_copy_that_another_process_makes_meanwhile_is_not_made_again(
+    original: Path, tmp_path: Path, places: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    cache.use(tmp_path / "node", None, places.append)
+    copy = cache.cached(original)
+    copy.unlink()
+    # Until the lock is had, another process has it, and makes the copy.
+    monkeypatch.setattr(cache.fcntl, "flock", lambda *_: copy.write_bytes(original.read_bytes()))
+    monkeypatch.setattr(cache, "_copy", lambda *_: pytest.fail("it is copied again"))
+    assert cache.cached(original) == copy
+
+
 def test_what_is_kept_of_a_file_is_for_this_user_alone(original: Path, tmp_path: Path, places: list[str]):
     """Others could not read the file itself, and may enter the folder."""
     original.chmod(0o600)
@@ -179,6 +191,7 @@ def test_a_place_is_had_by_one_process_at_a_time_and_by_none_that_died():
         assert mine
         assert forked(1, lambda _number: _has(kept, 3)) == [False]
         assert forked(1, lambda _number: _has(kept, 4)) == [True]
+    assert forked(1, lambda _number: _has(kept, 3)) == [True], "it is let go of"
     pid = os.fork()
     if not pid:
         kept.alone(3).__enter__()

@@ -101,8 +101,12 @@ def documents_of(path: Path) -> list[list[int]]:
     return [data._tokens[begin:end].tolist() for begin, end in zip(data.starts[:-1], data.starts[1:], strict=True)]
 
 
-def test_the_tokens_are_those_of_plain_code(folder: Path, tmp_path: Path):
-    made = convert(folder, tmp_path / "news.tokens", vocabulary=350, train_on=20)
+def test_the_tokens_are_those_of_plain_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    notes, flushed = Notes(), []
+    monkeypatch.setattr(module, "_TRAINED_ON", 100)  # which holds where nobody says how many documents
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_ino))
+    made = convert(folder, tmp_path / "news.tokens", vocabulary=350, train_on=20, told=notes)
+    assert flushed[-1] == (tmp_path / "news.tokens").stat().st_ino, "it is on the disk before it has its name"
     plain = Tokenizer(models.BPE())
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain.decoder = decoders.ByteLevel()
@@ -292,6 +296,11 @@ def test_parts_of_other_inputs_or_options_are_not_used(folder: Path, tokenizer: 
     assert made.sha256 == convert(folder, tmp_path / "fresh.tokens", tokenizer=tokenizer).sha256
 
 
+def test_beside_a_tokenizer_that_is_given_the_size_of_a_vocabulary_means_nothing(folder: Path, tokenizer: Path):
+    one, other = (module._options(folder, Texts(tokenizer=tokenizer, vocabulary=size)) for size in (300, 400))
+    assert one == other != module._options(folder, Texts(vocabulary=300))
+
+
 @pytest.mark.parametrize(
     ("then", "now", "said"),
     [
@@ -447,7 +456,11 @@ def test_a_damaged_result_is_found(folder: Path, tokenizer: Path, tmp_path: Path
     content[-1] ^= 1
     dest.write_bytes(content)
     assert "news.tokens is not as it was made" in checked(dest, Quiet())[0]
-    (tmp_path / "news.tokens.sha256").unlink()
+    sums = tmp_path / "news.tokens.sha256"
+    sums.write_text(f"{sums.read_text()}{'0' * 64}  ../elsewhere\n")
+    with pytest.raises(UserError, match=r"names '../elsewhere', which is no file beside news.tokens"):
+        checked(dest, Quiet())
+    sums.unlink()
     assert "its sum is wrong" in checked(dest, Quiet())[0]
 
 

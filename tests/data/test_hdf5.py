@@ -392,9 +392,19 @@ def test_a_file_cut_off_between_looking_and_reading_fails_the_run(path: Path, tm
         data.batch_of([COUNT - 1])
 
 
-def test_rows_that_are_not_where_the_library_says_are_read_through_it(path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("wrong", [0, -1], ids=["first", "last"])
+def test_rows_that_are_not_where_the_library_says_are_read_through_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch, wrong: int
+):
     before = rows._starts
-    monkeypatch.setattr(rows, "_starts", lambda *arguments: before(*arguments) + 1)
+
+    def moved(*arguments: Any) -> Any:
+        found = before(*arguments)
+        found[wrong] += 1
+        return found
+
+    monkeypatch.setattr(rows, "NEIGHBOURS", 1)
+    monkeypatch.setattr(rows, "_starts", moved)
     data = Hdf5(path, "contiguous")
     assert data._rows._slots is not None and (data[50][0].numpy() == IMAGES[50]).all()
 

@@ -107,6 +107,8 @@ def test_a_piece_that_borrows_a_bad_sample_borrows_another():
     """A replica without samples of its own computes a row that does not count, of a sample that another one has."""
     read = Samples(Holes(10, {4, 5}), skip_bad=True)[Wanted([4], 0)]
     assert (read.ids, read.real, read.bad) == ([6], 0, ())
+    read = Samples(Wholes(10, {9}), skip_bad=True)[Wanted([9], 0)]
+    assert (read.ids, read.batch[0].tolist()) == ([0], [0]), "after the last sample comes the first"
 
 
 def test_the_users_own_errors_are_skipped_too_but_not_those_that_others_would_meet():
@@ -279,6 +281,7 @@ def test_a_batch_of_that_drops_samples_is_refused():
         lambda given: (rows_of(given)[0].T, rows_of(given)[0].T),
         lambda given: (rows_of(given)[0][:2], torch.tensor(0)),  # one target for all
         lambda given: (rows_of(given)[0].sum(0), torch.ones(1)),
+        lambda given: (torch.ones(2, len(given)), torch.ones(2)),  # two rows, of a number for each sample
     ],
 )
 def test_batches_of_other_forms_are_taken(collate: Any):

@@ -149,6 +149,14 @@ def test_the_generators_of_the_program_go_on_as_if_nothing_was_read():
             assert drawn() == alone
 
 
+def test_the_generators_go_on_as_before_also_after_an_error():
+    before = seeding.snapshot()
+    with pytest.raises(KeyError), seeding.put_back():
+        seeding.seed_for(0, 0, 1)
+        raise KeyError
+    assert before.same(seeding.snapshot())
+
+
 def test_the_three_generators_do_not_draw_alike():
     with seeding.put_back():
         seeding.seed_for(0, 0, 1)

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data._utils import worker
 
 from meshrun.data.loader import Loader, Reading
 from meshrun.data.order import Order
-from meshrun.data.sending import SMALL, _Value, is_without_room, packed, unpacked
+from meshrun.data.sending import SMALL, _Value, is_without_room, not_shared, packed, unpacked
 
 Pair = namedtuple("Pair", "a b")
 LARGE = torch.zeros(SMALL + 1, dtype=torch.uint8)
@@ -29,7 +30,7 @@ def test_small_tensors_of_every_type_come_back_as_they_were(dtype: torch.dtype):
 def test_only_small_plain_tensors_in_plain_containers_are_sent_by_value():
     small, parameter = torch.zeros(3), torch.nn.Parameter(torch.zeros(3))
     assert isinstance(packed([small])[0], _Value)
-    for left in (LARGE, parameter, torch.zeros(3).to_sparse(), Pair(small, small)):
+    for left in (LARGE, parameter, torch.zeros(3).to_sparse(), torch.ones(3, requires_grad=True), Pair(small, small)):
         assert packed((left,))[0] is left
 
 
@@ -76,6 +77,17 @@ def test_readers_put_samples_together_elsewhere_where_there_is_no_room_in_shared
     read = [list(Loader(Mixed(), order, 0, 1, Reading(workers=workers)).steps(0, 3)) for workers in (0, 1)]
     for alone, by_readers in zip(*read, strict=True):
         assert torch.equal(alone.batches[0][0]["large"], by_readers.batches[0][0]["large"])
+
+
+def test_after_a_batch_that_was_put_together_elsewhere_torch_knows_again_that_it_is_in_a_reader(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    about = object()
+    monkeypatch.setattr(worker, "_worker_info", about)
+    with pytest.raises(KeyError), not_shared():
+        assert worker._worker_info is None
+        raise KeyError
+    assert worker._worker_info is about
 
 
 @pytest.mark.parametrize(

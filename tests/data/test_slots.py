@@ -62,6 +62,13 @@ def test_a_chunk_that_is_there_is_not_unpacked_again(few: tuple[Slots, Loaded]):
     assert load.chunks == [0, 1]
 
 
+def test_of_neighbouring_rows_only_the_chunks_that_have_some_are_unpacked(few: tuple[Slots, Loaded]):
+    slots, load = few
+    into = np.empty((ROWS + 1, 2), np.int64)
+    slots.span(3 * ROWS - 1, 4 * ROWS, into)
+    assert into[:, 0].tolist() == list(range(3 * ROWS - 1, 4 * ROWS)) and sorted(load.chunks) == [2, 3]
+
+
 def test_the_chunk_that_was_not_used_for_longest_makes_room(few: tuple[Slots, Loaded]):
     slots, load = few
     for chunk in (0, 1, 0, 2):  # chunk 1 was used before chunk 0

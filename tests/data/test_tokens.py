@@ -20,7 +20,14 @@ from safetensors.numpy import load_file
 from meshrun import TokenFile
 from meshrun.data.samples import may_draw
 from meshrun.data.sources import source, tokens
-from meshrun.data.sources.token_format import read_layout, sha256_of_numbers, tokenizer_beside, write
+from meshrun.data.sources.token_format import (
+    dtype_for,
+    read_layout,
+    sha256_of_numbers,
+    tokenizer_beside,
+    write,
+    write_many,
+)
 from meshrun.errors import BadSample, RunFailed, UserError
 
 LENGTHS = np.array([5, 1, 9, 300, 2, 40, 0, 3, 77, 1, 1, 60])
@@ -96,17 +103,21 @@ def test_most_keeps_windows_that_are_evenly_spread(file: Path):
     assert set(np.diff(first)) == {45, 50}  # of 99 windows every ninth or tenth
 
 
-def test_the_file_is_one_that_safetensors_reads_and_says_its_own_sum(file: Path):
+def test_the_file_is_one_that_safetensors_reads_and_says_its_own_sum(file: Path, monkeypatch: pytest.MonkeyPatch):
     tensors = load_file(file)
     assert tensors["tokens"].dtype == np.uint16 and tensors["starts"].tolist() == [0, *np.cumsum(LENGTHS)]
     layout = read_layout(file)
     assert sha256_of_numbers(file, layout) == layout.sha256
     again = file.with_name("again.tokens")
-    write(again, np.split(np.arange(1, LENGTHS.sum() + 1), [3, 100]), LENGTHS, vocabulary=600)
-    assert again.read_bytes() == file.read_bytes()
+    flushed: list[int] = []
+    monkeypatch.setattr(os, "fsync", flushed.append)
+    counts, numbers = (len(LENGTHS), int(LENGTHS.sum())), np.arange(1, LENGTHS.sum() + 1)
+    write_many(again, counts, np.split(LENGTHS, [2, 2, 5]), np.split(numbers, [3, 100]), 600, None)
+    assert len(flushed) == 1 and again.read_bytes() == file.read_bytes()
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path):
+    assert [dtype_for(count).itemsize for count in (1 << 16, (1 << 16) + 1)] == [2, 4]
     write(tmp_path / "large.tokens", [np.array([0, 70_000, 5])], np.array([3]), vocabulary=100_000)
     assert TokenFile(tmp_path / "large.tokens", 2, cross=True)[0][1].tolist() == [70_000, 5]
 

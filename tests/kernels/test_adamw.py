@@ -72,6 +72,15 @@ def test_many_parameters_get_what_each_gets_alone(decoupled: bool):
     )
 
 
+def test_a_single_copy_is_rounded_from_its_parameter():
+    parameter, copy = drawn(5), torch.zeros(5, dtype=torch.bfloat16)
+    moments = torch.zeros(5), torch.zeros(5)
+    adamw_many_(
+        [parameter], [drawn(5, seed=1)], *([each] for each in moments), [copy], Rule(step=1, **NUMBERS), factor=1.0
+    )
+    assert torch.equal(copy, parameter.bfloat16())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("decoupled", [True, False], ids=["adamw", "adam"])
 @pytest.mark.parametrize("shape", [(1,), (1023,), (257, 1025), (64, 32, 3, 3)], ids=str)

@@ -65,6 +65,13 @@ def test_rows_that_do_not_count_have_no_gradient_even_where_their_logits_are_inf
 
 
 @pytest.mark.usefixtures("few_at_once")
+def test_logits_in_doubles_stay_so():
+    logits, targets = case(37, 101, torch.float64)
+    its = F.cross_entropy(logits.detach(), targets, reduction="sum")
+    torch.testing.assert_close(lean_cross_entropy(logits, targets).detach(), its, rtol=1e-13, atol=0)
+
+
+@pytest.mark.usefixtures("few_at_once")
 def test_a_target_that_is_no_class_makes_the_loss_no_number():
     logits, targets = case(8, 101, torch.bfloat16)
     targets[1] = 101

@@ -53,6 +53,7 @@ def test_a_quarter_of_the_memory():
     moment = Eight.zeros(parameter, signed=True)
     held = moment.codes.nbytes + moment.scales.nbytes
     assert held < 0.26 * parameter.nbytes
+    assert (len(moment.codes), len(moment.scales)) == (256_000, 1000), "no block more than there are"
 
 
 class Net(nn.Module):

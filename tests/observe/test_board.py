@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,21 @@ def test_of_an_evaluation_counts_are_no_curves(tmp_path: Path):
     assert writer.points == [("val/loss", 5)]
 
 
-def test_a_disk_that_takes_no_curves_ends_nothing(tmp_path: Path):
+def test_a_disk_that_takes_no_curves_ends_nothing_and_is_tried_again_a_while_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    writer, now = Writer(), [100.0]
     board = board_with(Writer(OSError(28, "No space left on device")), tmp_path)
+    monkeypatch.setattr(board, "_open", lambda: setattr(board, "_writer", writer))
+    monkeypatch.setattr(writer, "flush", lambda: None, raising=False)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     board.add(step(1))
-    assert board._writer is None
+    now[0] += 9
     board.add(step(10))
+    assert board._writer is None
+    now[0] += 2
+    board.add(step(20))
+    assert board._writer is writer
 
 
 def test_the_thread_that_writes_curves_ends_without_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

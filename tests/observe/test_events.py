@@ -187,3 +187,5 @@ def test_of_too_many_events_that_wait_for_a_disk_the_rest_is_counted(path: Path,
     events.write("end")
     told = [event.get("text") or event.get("step", event["kind"]) for event in read_events(folder / "deep" / path.name)]
     assert told == [0, 1, "3 events before this one could not be written", "end"]
+    events.write("end")
+    assert len(read_events(folder / "deep" / path.name)) == 5, "those that were lost are told once"

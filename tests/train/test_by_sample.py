@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from meshrun import randn_like, shard
 from meshrun.data.order import slice_of
 from meshrun.train import by_sample
-from meshrun.train.by_sample import compute_in, compute_on, leave
+from meshrun.train.by_sample import compute_in, compute_on, leave, telling_of_other_draws
 from tests.train.small import start_on_cpu
 
 IDS = torch.tensor([17, 4, 90, 3, 8, 55])
@@ -79,6 +80,32 @@ def test_parts_of_a_batch_draw_what_the_whole_batch_draws(name: str):
         torch.testing.assert_close(drawn(part, draw).movedim(dim, 0), expected, rtol=1e-5, atol=1e-6)
         assert torch.equal(torch.get_rng_state(), after), "all ranks draw the same words, also one without samples"
     assert 0.2 < (whole == 0).float().mean() < 0.8 or name not in ZEROS
+
+
+@pytest.mark.parametrize(
+    "how", [{"is_causal": True}, {"scale": 0.1}, {"attn_mask": torch.rand(5, 5, generator=torch.Generator()) < 0.5}]
+)
+def test_attention_with_dropout_is_torch_s_but_for_the_weights_that_are_dropped(how: dict[str, Any]):
+    query, key = torch.arange(300.0).sin().view(2, 6, 1, 5, 5)
+    given = query, key, torch.eye(5).expand(6, 1, 5, 5)  # so that the outputs are the weights
+    wanted = F.scaled_dot_product_attention(*given, **how)
+    compute_on(IDS)
+    found = F.scaled_dot_product_attention(*given, dropout_p=0.5, **how)
+    stays = found != 0
+    torch.testing.assert_close(found[stays], 2 * wanted[stays])
+    assert 0.3 < stays.sum() / (wanted != 0).sum() < 0.7
+
+
+def test_what_was_drawn_by_sample_before_is_no_other_draw_of_the_model(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(by_sample, "_warned", set())
+    compute_on(IDS)
+    F.dropout(torch.ones(6, 4), 0.5)
+    with telling_of_other_draws(torch.device("cpu")):
+        F.dropout(torch.ones(6, 4), 0.5)
+    assert not by_sample._warned
+    told = pytest.warns(match="draws random numbers that do not belong to samples")
+    with told, telling_of_other_draws(torch.device("cpu")):
+        torch.rand(3)
 
 
 def test_normal_numbers_by_sample_are_normal():
