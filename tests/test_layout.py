@@ -431,6 +431,10 @@ def test_importing_layout_does_not_import_torch():
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+def test_where_degrees_have_no_room_together_some_are_given_up():
+    assert str(nearest(parse("pp=500,fsdp=500,cp=500,tp=500"), 1_000_000)[0]) == "pp=500,dp=4,tp=500"
+
+
 @pytest.mark.parametrize("size", [999_999_999, 999_999_937, 7_207_200, 735_134_400])
 @pytest.mark.parametrize(
     "text", ["tp=2", "dp=*,fsdp=7,tp=4", "pp=2,fsdp=3,cp=5,tp=7", "pp=2:zb,dp=11,fsdp=3,cp=5,tp=7"]

@@ -78,6 +78,9 @@ def test_what_a_twin_drifts_is_allowed_ten_times_from_that_step_on():
     allowed = allow(LIMIT, twin, 3)
     assert allowed.losses == pytest.approx([LIMIT, MARGIN * drift, MARGIN * drift])
     assert allowed.weight == pytest.approx(MARGIN * drift) and not allowed.depends_on_micro
+    within = allow(LIMIT, replace(SAME, losses=[0.0, LIMIT / 2, 0.0]), 3)
+    assert within.losses == pytest.approx([LIMIT, MARGIN * LIMIT / 2, MARGIN * LIMIT / 2])
+    assert within.grad_norms == [LIMIT] * 3 and within.weight == LIMIT, "what is within the tolerance is each one's own"
 
 
 @pytest.mark.parametrize(

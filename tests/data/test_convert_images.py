@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,13 @@ FORMS = [{"form": "encoded"}, {"form": "arrays", "size": 16}, {"form": "arrays",
 
 
 @pytest.mark.parametrize("options", FORMS, ids=lambda each: "-".join(map(str, each.values())))
-def test_the_file_holds_what_the_folder_holds(folder: Path, tmp_path: Path, options: dict[str, Any]):
-    dest = tmp_path / "pets.h5"
+def test_the_file_holds_what_the_folder_holds(
+    folder: Path, tmp_path: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+):
+    dest, flushed = tmp_path / "pets.h5", list[tuple[int, bool]]()
+    monkeypatch.setattr(os, "fsync", lambda file: flushed.append((os.fstat(file).st_ino, dest.exists())))
     made = convert(folder, dest, **options)
+    assert (dest.stat().st_ino, False) in flushed, "it is on the disk before it has its name"
     assert (made.samples, made.kind, made.bytes) == (20, "images", dest.stat().st_size)
     size = 16 if options["form"] == "encoded" else None
     train, ours = ImageFolder(folder / "train", size=16), Hdf5(dest, "train", size=size)

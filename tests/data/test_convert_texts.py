@@ -27,7 +27,7 @@ from meshrun import TokenFile
 from meshrun.cli.main import main
 from meshrun.data.convert import texts as reading
 from meshrun.data.convert import to_tokens as module
-from meshrun.data.convert import tokenizing
+from meshrun.data.convert import tokenizing, work
 from meshrun.data.convert.inputs import Input, files_below, opened
 from meshrun.data.convert.parts import Filled, kept_parts, unwritable, whole_part, write_part
 from meshrun.data.convert.result import Converted, checked
@@ -102,11 +102,8 @@ def documents_of(path: Path) -> list[list[int]]:
 
 
 def test_the_tokens_are_those_of_plain_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    notes, flushed = Notes(), []
     monkeypatch.setattr(module, "_TRAINED_ON", 100)  # which holds where nobody says how many documents
-    monkeypatch.setattr(os, "fsync", lambda file: flushed.append(os.fstat(file).st_ino))
-    made = convert(folder, tmp_path / "news.tokens", vocabulary=350, train_on=20, told=notes)
-    assert flushed[-1] == (tmp_path / "news.tokens").stat().st_ino, "it is on the disk before it has its name"
+    made = convert(folder, tmp_path / "news.tokens", vocabulary=350, train_on=20)
     plain = Tokenizer(models.BPE())
     plain.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     plain.decoder = decoders.ByteLevel()
@@ -132,6 +129,26 @@ def test_any_number_of_processes_and_a_second_run_give_the_same_bytes(folder: Pa
     assert not list(tmp_path.glob(".*"))
     sums = subprocess.run(["sha256sum", "--check", "2.tokens.sha256"], cwd=tmp_path, capture_output=True, check=True)
     assert sums.stdout == b"2.tokens: OK\n2.tokenizer.json: OK\n"
+
+
+def killed(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_process_that_is_killed_is_a_sentence_and_no_wait(
+    folder: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "_part", killed)
+    with pytest.raises(
+        RunFailed, match=r"was killed, perhaps for want of memory; what is done so far is kept in .*parts"
+    ):
+        convert(folder, tmp_path / "news.tokens", workers=2, tokenizer=tokenizer)
+
+
+def test_each_process_of_a_crew_begins_as_it_was_told(tmp_path: Path):
+    with work._pool(Crew(1, (tmp_path / "begun").touch)) as pool:
+        assert pool.submit(os.getpid).result() != os.getpid()
+    assert (tmp_path / "begun").exists()
 
 
 def test_a_document_is_the_same_from_any_kind_of_file(tokenizer: Path, tmp_path: Path):
@@ -334,8 +351,9 @@ def test_a_full_disk_is_a_sentence_and_parts_stay(folder: Path, tokenizer: Path,
     assert "no room left for" in said and ".news.tokens.parts" in said and "run the same command again" in said
     made = convert(folder, dest, tokenizer=tokenizer, vocabulary=300)
     assert made.resumed > 5
-    at_once = str(unwritable(dest, OSError(errno.ENOSPC, "No space left"), tmp_path))
-    assert at_once.endswith("; free some space and run the same command again"), "nothing was done"
+    for number in (errno.ENOSPC, errno.EDQUOT):
+        at_once = str(unwritable(dest, OSError(number, os.strerror(number)), tmp_path))
+        assert at_once.endswith("; free some space and run the same command again"), "nothing was done"
 
 
 def test_two_at_once_do_not_mix(folder: Path, tokenizer: Path, tmp_path: Path):

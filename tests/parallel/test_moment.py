@@ -90,6 +90,16 @@ def test_going_back_to_another_step_leaves_what_is_in_memory():
     assert moment.key is memory and torch.equal(drop(x), first)
 
 
+def test_going_back_returns_to_the_tokens_of_then():
+    moment = Moment()
+    moment.positions, moment.length = torch.arange(3), 6
+    earlier = moment.copy()
+    moment.positions, moment.length = torch.arange(3, 6), 8
+    with frozen(moment, earlier):
+        assert moment.positions.tolist() == [0, 1, 2] and moment.length == 6
+    assert moment.positions.tolist() == [3, 4, 5] and moment.length == 8
+
+
 def test_a_step_that_begins_within_a_recorded_one_is_refused(monkeypatch: pytest.MonkeyPatch):
     moment = in_place(step=3)
     drop, earlier = dropping(moment), moment.copy()

@@ -496,6 +496,17 @@ def test_the_copy_for_a_rank_of_another_node_stays_when_a_snapshot_is_marked(tmp
     assert sorted(path.stem for path in (tmp_path / "memory").glob("spare-*.safetensors")) == ["spare-00001"]
 
 
+def test_other_ranks_of_the_second_node_stay_when_a_snapshot_is_marked(tmp_path: Path):
+    of_second = replace(ALONE, world=mesh.World(2, 4, 0, 2, 1, 2, "there", "none"))
+    kept = Saver(tmp_path / "run", of_second, tmp_path / "memory", keep=2)
+    (tmp_path / "memory").mkdir()
+    for name in ("rank-00001", "rank-00003", "words-00003", "rank-00004"):
+        (tmp_path / "memory" / f"{name}.safetensors").write_bytes(b"x")
+    kept.snapshot([Region.whole("w", BIAS)], 3, {})
+    left = sorted(path.stem for path in (tmp_path / "memory").glob("*.safetensors"))
+    assert left == ["rank-00002", "rank-00003", "words-00003"]
+
+
 class Shelf(dict[str, bytes]):
     """The part of a store that rank 0 hears the others through."""
 

@@ -127,6 +127,12 @@ def test_without_a_checkpoint_to_go_back_to_the_run_stops_with_that_sentence(tmp
         trained(experiment(3), Policy(on_nan="rollback"), tmp_path)
 
 
+def test_where_no_state_is_kept_a_step_is_left_out_instead_of_gone_back_from():
+    start_on_cpu(1)
+    _, result, events = trained(experiment(3), Policy(on_nan="rollback"))
+    assert result["skipped"] == [3] and "rollback" not in dict(events)
+
+
 @pytest.mark.parametrize("action", ["skip", "rollback"])
 def test_a_jump_of_the_loss_is_told_from_its_usual_spread(action: str, tmp_path: Path):
     start_on_cpu(1)

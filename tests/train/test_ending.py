@@ -342,6 +342,18 @@ def test_slurm_is_asked_again_before_the_time_has_come_and_a_limit_that_was_exte
     assert len(asked) == 1
 
 
+def test_a_limit_that_slurm_says_late_to_be_extended_is_waited_for_and_holds(alone: Here, tmp_path: Path):
+    trainer = keeping_trainer(alone, tmp_path)
+
+    def ask() -> float:
+        time.sleep(0.05)
+        return time.time() + 1000
+
+    ending = Ending(trainer, RunDirectory(tmp_path), Signals(), Deadline(time.time(), time.time() + 0.1, ask=ask))
+    ending.stepped(10.0)  # so long that the time to stop has come before anybody has asked
+    assert ending.asked(evaluates=False) == 0.0
+
+
 @pytest.mark.parametrize("restarted", [False, True])
 def test_slurm_is_asked_whether_a_job_that_seems_to_be_over_was_extended(alone: Here, tmp_path: Path, restarted: bool):
     trainer = keeping_trainer(alone, tmp_path)

@@ -166,6 +166,13 @@ def test_another_optimizer_is_refused_and_another_rate_is_the_users(
     assert other.optimizer.param_groups[0]["lr"] == 0.3
 
 
+def test_what_a_training_has_changed_in_a_group_goes_on_as_it_was(kept: tuple[Trainer, Checkpoint]):
+    trainer, checkpoint = kept
+    checkpoint.state["groups"][0]["now"]["momentum"] = 0.5
+    restore(trainer, checkpoint)
+    assert trainer.optimizer.param_groups[0]["momentum"] == 0.5
+
+
 def test_moments_that_a_checkpoint_has_not_are_gone_after_it(kept: tuple[Trainer, Checkpoint]):
     trainer, checkpoint = kept
     tensors = {name: info for name, info in checkpoint.tensors.items() if not name.startswith("optimizer/")}

@@ -107,6 +107,15 @@ def test_numbers_on_a_gpu_are_looked_at_before_the_update_only_where_that_is_ask
     assert used == ([0.5, "forgotten", "forgotten"] if looks_first else [0.5, "forgotten"] * 2)
 
 
+def test_rows_that_only_fill_a_micro_batch_up_are_known_as_such():
+    making = stepper()
+    vars(making)["here"] = SimpleNamespace(device=torch.device("cpu"))
+    pair = torch.zeros(3, 2), torch.zeros(3)
+    data: Any = SimpleNamespace(step=0, batches=[pair], pieces=[[4, 7, 7]], real=[2], augmented=False)
+    (piece,) = making.pieces(data)
+    assert (piece.ids, piece.real) == ([4, 7, 7], 2)
+
+
 def test_each_epoch_augments_in_its_own_way():
     here: Any = SimpleNamespace(device=torch.device("cpu"))
     augmenting = stepper(augment=lambda _, draws: draws.epoch, steps_per_epoch=4)
