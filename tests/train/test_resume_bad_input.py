@@ -102,6 +102,14 @@ def test_when_none_can_be_used_the_run_is_refused_and_does_not_begin_anew(saved:
         resumed(saved)
 
 
+def test_a_single_checkpoint_that_cannot_be_used_is_not_passed_over_for_a_new_run(saved: Path):
+    for path in catalog.complete(saved)[:-1]:
+        shutil.rmtree(path)
+    flip(saved / "step-00000006" / "manifest.json")
+    with pytest.raises(UserError, match=r"no checkpoint in .* can be used: .*step-00000006"):
+        resumed(saved)
+
+
 def test_a_half_written_checkpoint_is_passed_over_and_one_without_a_manifest_is_named(saved: Path):
     shutil.copytree(saved / "step-00000006", saved / ".partial-0123-step-00000008")
     (saved / "step-00000009").mkdir()
