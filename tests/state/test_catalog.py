@@ -60,7 +60,7 @@ def test_the_best_is_that_of_the_last_one_s_scores(three: Path):
 
 def test_a_damaged_checkpoint_is_set_aside_beside_an_earlier_one(three: Path):
     path = three / "checkpoints/step-00000009"
-    for name in (".damaged-step-00000009", ".damaged-step-00000009.1"):
+    for name in (".damaged-step-00000009", ".damaged-step-00000009.1", ".damaged-step-00000009.2"):
         aside = catalog.set_aside(path)
         assert aside.name == name and not path.exists() and (aside / "manifest.json").exists()
         shutil.copytree(aside, path)

@@ -231,8 +231,9 @@ def test_a_number_and_channels_without_a_batch_keep_their_shape():
         compute_on(before)
 
 
-def test_the_smallest_uniform_number_makes_a_finite_normal_one(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(by_sample, "_uniform", lambda shape, _: torch.zeros(shape, dtype=torch.float64))
+@pytest.mark.parametrize("number", [0, 2**32 - 1], ids=["smallest", "largest"])
+def test_the_outermost_uniform_numbers_make_finite_normal_ones(monkeypatch: pytest.MonkeyPatch, number: int):
+    monkeypatch.setattr(by_sample, "_uniform", lambda shape, _: torch.full(shape, number, dtype=torch.float64))
     before = compute_on(torch.arange(4))
     try:
         assert randn_like(torch.zeros(4, 3)).isfinite().all()
