@@ -11,6 +11,8 @@ import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -332,3 +334,31 @@ def test_other_users_are_kept_out_of_the_groups_that_a_program_forms_by_itself(
     assert strangers[0].recv(1) == b""
     for each in (*ports, *strangers, waited_on):
         each.close()
+
+
+@pytest.mark.parametrize(("rank", "address"), [(0, None), (1, None), (0, "10.0.0.1")])
+def test_ranks_wait_as_long_as_asked_and_the_first_one_withdraws_the_address_that_it_has_published(
+    rank: int, address: str | None, monkeypatch: pytest.MonkeyPatch
+):
+    formed: dict[str, Any] = {}
+    withdrawn: list[tuple[Any, ...]] = []
+    one_of_two = replace(world(rank, 2), address=address)
+    for name, found in {
+        "detect": lambda _: one_of_two,
+        "_guard_groups": lambda: None,
+        "_use_network": lambda *_: None,
+        "_store": lambda *_: None,
+        "_all_arrived": lambda *_: "where all have arrived",
+        "_cores_of_node": lambda *_: [],
+        "_use_cores": lambda *_: (),
+        "_among_own_processes": contextlib.nullcontext,
+        "_mesh_of": lambda *_: None,
+        "withdraw": lambda *words: withdrawn.append(words),
+    }.items():
+        monkeypatch.setattr(mesh, name, found)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **given: formed.update(given, backend=backend))
+    mesh._meet(Meeting(device="cpu", timeout=7, runs=Path("there")))
+    assert (formed["rank"], formed["world_size"], formed["store"]) == (rank, 2, "where all have arrived")
+    assert (formed["timeout"], formed["device_id"]) == (timedelta(seconds=7), None)
+    own = (rank, address) == (0, None)
+    assert withdrawn == ([(Path("there"), one_of_two.job, one_of_two.attempt)] if own else [])

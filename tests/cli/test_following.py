@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from meshrun.cli import following, listing
-from meshrun.cli.following import described, ended, follow, watch
+from meshrun.cli.following import TAIL, described, ended, follow, tail, watch
 from meshrun.cli.listing import adopted, rows
 from meshrun.config import RunConfig, RunDirectory, write_json
 from meshrun.errors import RunFailed, UserError
@@ -92,10 +92,13 @@ def test_the_first_error_of_any_rank_is_what_is_said_last(run: Path):
     log(run, f"srun: error\n{failed}srun: task 1 ended\nmeshrun: {chain}\n")
     end, path = ended(run, record, None), run / "logs" / "slurm-7.out"
     assert (end.state, end.status, end.explained) == ("failed", 1, True)
+    assert tail(end) == path.read_text().splitlines()
     assert end.sentence == f"rank 3 on n2 failed: ValueError: x (a b.py:7); log: {path}"
     log(run, "nothing of ours\n")
     end = ended(run, record, None)
     assert (end.sentence, end.explained) == (f"{chain}; log: {path}", False)
+    log(run, "\n".join(map(str, range(100))))
+    assert tail(end) == [str(number) for number in range(100 - TAIL, 100)]
 
 
 def test_what_an_earlier_link_of_a_requeued_job_said_is_not_why_the_last_one_failed(run: Path):

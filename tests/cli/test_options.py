@@ -471,3 +471,9 @@ def test_the_command_line_is_kept_without_its_secrets(tmp_path: Path):
     found = parse_run([path, "--api-key", "s3cr3t", "--lr", "2"])
     assert found is not None and found.config.options["api_key"] == "s3cr3t"
     assert found.config.command == ("meshrun", "run", path, "--api-key", "(hidden)", "--lr", "2")
+
+
+def test_the_words_true_and_false_are_what_they_say():
+    one, several = Option("flag", bool, True), Option("flags", bool, [True], many=True)
+    assert [one.from_document(text) for text in ("False", "true", False)] == [False, True, False]
+    assert several.convert("true,false") == several.from_document([True, False]) == [True, False]

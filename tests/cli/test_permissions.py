@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import shutil
 import stat
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from meshrun.cli.command import parse_resume
 from meshrun.config import RunConfig, RunDirectory, write_whole
+from meshrun.errors import UserError
 from tests.launch.command import MODULE, TINY, meshrun
 
 RIGHTS = "-dac_override,-dac_read_search"
@@ -95,8 +97,14 @@ def test_a_run_directory_in_the_hands_of_others_is_not_gone_on_with(tmp_path: Pa
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can make directories of others")
-def test_a_run_directory_that_is_shared_with_a_group_of_the_user_may_be_gone_on_with(tmp_path: Path):
+@pytest.mark.parametrize("own_group", [True, False])
+def test_a_run_directory_of_another_user_is_gone_on_with_where_he_shares_it_with_a_group_of_this_one(
+    tmp_path: Path, own_group: bool
+):
     run = RunDirectory.create(RunConfig(TINY, runs=tmp_path / "runs"))
     run.path.chmod(0o770)
-    os.chown(run.path, 12345, os.getgid())
-    assert parse_resume([str(run.path)]) is not None
+    os.chown(run.path, 12345, os.getgid() if own_group else 54321)
+    with (
+        nullcontext() if own_group else pytest.raises(UserError, match="belongs to another user, whose number is 12345")
+    ):
+        assert parse_resume([str(run.path)]) is not None

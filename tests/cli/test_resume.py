@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from meshrun.cli import resume
 from meshrun.cli.command import Asked, parse_resume
-from meshrun.cli.resume import _refuse_complete, resume_command
+from meshrun.cli.resume import _refuse_complete, refuse_unseen, resume_command
 from meshrun.config import FORMAT, RunConfig, RunDirectory, write_json
 from meshrun.errors import SharedError, UserError
 from meshrun.launch.lock import lock
@@ -194,14 +195,38 @@ def test_a_run_goes_on_where_it_was_in_other_processes_with_its_old_config_kept(
 
 
 @pytest.mark.parametrize(
-    ("asked", "complete"),
-    [({}, True), ({"epochs": 2.0}, False), ({"batch": 8}, False), ({"options": {"samples": 60}}, False)],
+    ("asked", "length", "complete"),
+    [
+        ({}, 10, True),
+        ({"epochs": 2.0}, 10, False),
+        ({"batch": 8}, 10, False),
+        ({"options": {"samples": 60}}, 10, False),
+        ({}, 12, False),  # it was told to go on for longer, and stopped on the way
+    ],
 )
 def test_a_run_that_has_reached_its_end_goes_on_only_where_its_length_was_changed(
-    tmp_path: Path, asked: dict[str, Any], complete: bool
+    tmp_path: Path, asked: dict[str, Any], length: int, complete: bool
 ):
     run: Any = SimpleNamespace(path=tmp_path, result=lambda: {"steps": 10})
-    before = {"config": RunConfig("digits", epochs=1.0).to_json(), "resolved": {"steps": 10}}
+    before = {"config": RunConfig("digits", epochs=1.0).to_json(), "resolved": {"steps": length}}
     wanted: Any = SimpleNamespace(config=RunConfig("digits", **{"epochs": 1.0, **asked}))
     with pytest.raises(SharedError, match="has reached its 10 steps") if complete else nullcontext():
         _refuse_complete(run, wanted, before)
+
+
+def test_a_node_that_does_not_see_the_run_asks_the_first_one_while_it_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    def refuse(_world: object) -> None:
+        raise UserError("it is on no disk of this node")
+
+    clock = iter([0.0, 1.0, 30.0])
+    monkeypatch.setattr(resume, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda _: None))
+    monkeypatch.setattr(resume, "refuse_blindness", refuse)
+    monkeypatch.setattr(resume, "detect", lambda _: SimpleNamespace(node=1, nodes=2, size=2))
+    with pytest.raises(UserError, match=r"^$"):
+        refuse_unseen([str(tmp_path)])
+    assert capsys.readouterr().err == "meshrun: it is on no disk of this node\n"
+    clock = iter([0.0])
+    (tmp_path / "config.json").touch()
+    refuse_unseen([str(tmp_path)])

@@ -16,6 +16,8 @@ from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import RunFailed
 from meshrun.observe.legs import Leg
 from meshrun.world import World, detect
+from tests.cli.in_process import trained
+from tests.launch.command import TINY
 
 ALONE = detect({})
 
@@ -116,3 +118,9 @@ def test_ranks_of_our_own_launcher_are_not_torchruns(monkeypatch: pytest.MonkeyP
     assert (launcher_of(world, False), launcher_of(world, True)) == ("torchrun", "meshrun")
     monkeypatch.setattr(training, "inherited", lambda: {"SLURM_JOB_ID": "7"})
     assert launcher_of(world, True) == "meshrun in slurm"
+
+
+def test_learning_rates_are_scaled_with_the_batch_where_that_is_asked_for(tmp_path: Path):
+    told = [trained(TINY, tmp_path, {}, steps=1, batch=8, scale_lr=scale)[1] for scale in (False, True)]
+    rates = [[event["lr"] for event in events if event["kind"] == "step"] for events in told]
+    assert rates == [[0.1], [0.2]]

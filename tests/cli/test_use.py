@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshrun.cli import after
 from meshrun.cli.export import _described
 from meshrun.cli.main import main
 from meshrun.cli.options import REQUIRED, Option
@@ -146,3 +147,14 @@ def test_a_parameter_that_must_be_given_may_be_given_as_zero():
     assert _values([option], {"count": 0}, "talk", find("digits")) == {"count": 0}
     with pytest.raises(UserError, match="count has no default"):
         _values([option], {"count": None}, "talk", find("digits"))
+
+
+def test_a_function_that_refuses_what_it_was_given_has_not_failed(
+    run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def refuse(_: object) -> None:
+        raise UserError("times is 3; it must be even")
+
+    monkeypatch.setattr(after, "as_json", refuse)
+    assert used(str(run), "right", "--device", "cpu") == 2
+    assert capsys.readouterr().err.endswith("meshrun: times is 3; it must be even\n")

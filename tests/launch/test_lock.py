@@ -247,3 +247,11 @@ def test_the_group_may_take_the_lock_where_the_umask_says_so_and_others_cannot_e
             assert stat.S_IMODE((run.path / locks.NAME).stat().st_mode) == mode
     finally:
         os.umask(before)
+
+
+def test_an_owner_that_lives_on_this_host_is_respected_at_once(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    with lock(run):
+        waits = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pytest.fail("it waits"))
+        monkeypatch.setattr(locks, "time", waits)
+        with pytest.raises(UserError, match=f"is in use by process {os.getpid()}"):
+            locks.refuse_held(run)

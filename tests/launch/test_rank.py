@@ -162,14 +162,15 @@ def test_two_ranks_of_each_node_watch_the_second_one_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, local: int, late: list[float]
 ):
     watching: list[float] = []
+    ends: list[bool] = []
     monkeypatch.setattr(rank.Pulse, "open", lambda *_: SimpleNamespace(waiting=None, close=lambda: None))
     monkeypatch.setattr(rank.mesh, "listen", lambda _: None)
     monkeypatch.setattr(rank, "Watcher", lambda *_, late, **__: watching.append(late))
-    monkeypatch.setattr(rank, "Beside", lambda *_, **__: contextlib.nullcontext())
-    run = RunDirectory.create(RunConfig("digits", runs=tmp_path))
+    monkeypatch.setattr(rank, "Beside", lambda *_, end: contextlib.nullcontext(ends.append(end)))
+    run = RunDirectory.create(RunConfig("digits", runs=tmp_path, on_hang="report" if local else "restart"))
     here: Any = SimpleNamespace(rank=number, size=6, world=World(number, 6, local, 3, 1, 2, "n1", "torchrun"))
     with rank._watched(run.config(), run, here, rank.Recorder(run, number, None)):
-        assert watching == late
+        assert (watching, ends) == (late, [not local] * len(late)), "a rank that only reports ends no run"
 
 
 def ignoring_sigterm() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,16 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from meshrun.world import detect
+from meshrun.world import detect, environment
 from meshrun.world.environment import (
     choose_interfaces,
+    forget_terminals_beyond_reason,
     inherited,
     keep_temporary_files_safe,
     of_foreign_rank,
     of_new_job,
     of_nursery,
+    of_python,
     of_rank,
     only,
+    python_for,
     take_over,
 )
 
@@ -110,3 +114,24 @@ def test_commands_of_slurm_get_nothing_of_the_job_that_they_are_asked_in():
     take_over({"PATH": "/bin", "SLURM_JOB_ID": "1", "SRUN_CPUS_PER_TASK": "4", "SLURM_CONF": "/etc/slurm.conf"})
     kept = {"PATH": "/bin", "SLURM_CONF": "/etc/slurm.conf"}
     assert of_new_job() == {**kept, "SLURM_TIME_FORMAT": "standard"}
+
+
+@pytest.mark.parametrize("searched", [True, False])
+def test_a_process_started_from_here_takes_modules_from_the_working_directory_only_if_this_one_does(
+    searched: bool, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    monkeypatch.setattr(environment, "_IS_WORKING_DIRECTORY_SEARCHED", searched)
+    assert python_for(["-m", "meshrun"]) == [sys.executable, *([] if searched else ["-P"]), "-m", "meshrun"]
+    assert python_for(["a.py"]) == [sys.executable, "a.py"], "which begins to search in its own folder"
+    assert of_python().get("PYTHONSAFEPATH") == (None if searched else "1")
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"), [("80", True), ("9999", True), ("10000", False), ("0", False), ("-1", False), ("", False)]
+)
+def test_a_width_of_the_terminal_that_is_none_is_forgotten(text: str, kept: bool, monkeypatch: pytest.MonkeyPatch):
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.setenv(name, text)
+    forget_terminals_beyond_reason()
+    assert ("COLUMNS" in os.environ, "LINES" in os.environ) == (kept, kept)
