@@ -15,7 +15,9 @@ import pytest
 from rich.console import Console
 
 from meshrun.cli import launcher
+from meshrun.cli.command import Asked
 from meshrun.cli.launcher import (
+    ANSWER_WITHIN,
     NOT_AGAIN,
     RESTARTS,
     Watching,
@@ -25,13 +27,15 @@ from meshrun.cli.launcher import (
     _scene,
     _stopped_in_time,
     as_agent,
+    lead,
     lookout_of,
     seldom,
     wanted_of,
 )
+from meshrun.cli.target import find
 from meshrun.config import RunConfig, RunDirectory
-from meshrun.errors import CutOff, RunFailed, SharedError
-from meshrun.launch.job import Failure, Interrupted, Verdict
+from meshrun.errors import CutOff, RunFailed, SharedError, UserError
+from meshrun.launch.job import Failure, Interrupted, Job, Verdict
 from meshrun.launch.post import Ends
 from meshrun.observe.hang import Finding
 from meshrun.observe.story import Story
@@ -203,3 +207,74 @@ def test_outside_of_jobs_a_run_that_stopped_in_time_when_asked_to_has_done_so(
     assert _stopped_in_time(run, Interrupted(signal.SIGUSR2), ends) == {"steps": 3}
     with pytest.raises(RunFailed, match="stopped by SIGTERM"):
         _stopped_in_time(run, Interrupted(signal.SIGTERM), ends)
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_run_is_launched_as_asked_and_begins_without_what_a_start_before_has_left(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
+):
+    run.stopped_file.write_text("{}")
+    run.stop_file.touch()
+    jobs: list[Job] = []
+
+    def launch(job: Job, _watch: object, tell: Any, *_: object) -> list[Failure]:
+        assert not run.stopped_file.exists(), "a signal now would seem to have been obeyed"
+        jobs.append(job)
+        tell("note", text="two ranks have been started")
+        (run.path / "result.json").write_text('{"steps": 3}')
+        return []
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    config = RunConfig("digits", procs=2, timeout=7.0, cache="none", device="cpu")
+    asked: Any = Asked(find("digits"), config, as_json, run=run, document=run.document())
+    assert lead(asked, None, wanted_of(config), lambda *_: None) == {"steps": 3}
+    assert [(job.ranks, job.saving) for job in jobs] == [(2, 7.0)]
+    assert not run.stop_file.exists() and run.config().procs == 2
+    shown = capsys.readouterr()
+    assert "two ranks have been started" in shown.err + shown.out and (shown.out == "" or not as_json)
+
+
+def test_a_limit_that_was_extended_is_asked_for_before_a_run_without_ranks_stops(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+):
+    waited: list[float] = []
+    deadline = SimpleNamespace(slack=0.0, end=time.time() - 5, why="the job ends", ask_while_unknown=lambda: None)
+    deadline.ask, deadline.wait = lambda: None, waited.append
+    monkeypatch.setattr(launcher, "deadline_of", lambda *_: deadline)
+    look = lookout_of(run, RunConfig("digits"), {})
+    assert look() == "the job ends"
+    deadline.ask = lambda: setattr(deadline, "end", time.time() + 60)
+    assert look() == "" and waited == [ANSWER_WITHIN] * 2
+
+
+@pytest.mark.parametrize(
+    ("error", "is_orphan", "said"),
+    [
+        (RunFailed("n1 is lost"), True, "meshrun: n1 is lost\nmeshrun: the job is queued again\n"),
+        (RunFailed("n1 is lost"), False, "meshrun: n1 is lost\n"),
+        (UserError("no such folder"), True, "meshrun: no such folder\n"),
+        (SharedError("no such disk"), True, ""),
+        (RunFailed(""), False, ""),
+    ],
+)
+def test_a_job_goes_back_into_the_queue_only_where_it_has_lost_its_first_node(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: Exception,
+    is_orphan: bool,
+    said: str,
+):
+    def find_hub(*_: object) -> None:
+        raise error
+
+    excused: list[str] = []
+    orphan = SimpleNamespace(is_one=lambda: is_orphan, requeue=lambda: "the job is queued again")
+    monkeypatch.setattr(launcher, "_orphan", lambda _: orphan)
+    monkeypatch.setattr(launcher.agents, "find_hub", find_hub)
+    monkeypatch.setattr(launcher.agents, "excuse", lambda _world, _runs, why: excused.append(why))
+    asked: Any = SimpleNamespace(config=RunConfig("digits", procs=1, runs=tmp_path), run=None)
+    with pytest.raises(type(error), match=r"^$"):
+        as_agent(asked, World(1, 2, 0, 1, 1, 2, "n2", "slurm"), wanted_of(asked.config), None, lambda: None)
+    assert capsys.readouterr().err == said
+    assert excused == ([str(error)] if isinstance(error, SharedError) else [])

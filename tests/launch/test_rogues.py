@@ -194,7 +194,7 @@ def test_a_node_does_not_come_back_to_a_stranger_at_the_same_address(rogue: Any,
 
 
 def test_a_run_of_another_program_than_the_one_that_was_typed_is_not_joined(answering: Open):  # noqa: F811
-    config = RunConfig("/somewhere/evil.py:experiment", procs=1)
+    config = RunConfig("/somewhere/tiny.py:experiment", procs=1)
     write_json(answering.run / "config.json", {"format": FORMAT, "config": config.to_json()})
     target = find(TINY)
     typed = f"{target.path}:{target.entry}"
@@ -203,7 +203,7 @@ def test_a_run_of_another_program_than_the_one_that_was_typed_is_not_joined(answ
     with pytest.raises(UserError) as refused:
         run_module._join(asked, where, None)
     assert str(refused.value) == (
-        f"the run at {where}, {answering.run}, trains /somewhere/evil.py:experiment and not {typed}; "
+        f"the run at {where}, {answering.run}, trains /somewhere/tiny.py:experiment and not {typed}; "
         f"a node joins with the command that the first one was started with (TARGET, --join)"
     )
     assert not any(peer.member for peer in answering.hub._peers.values()), "the run was not held up"

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from meshrun import UserError
-from meshrun.cli.export import Form, export_command
+from meshrun.cli.export import Form, _hf_config, export_command
 from meshrun.cli.inspect import inspect_command
 from meshrun.cli.model_record import ModelRecord, record_of
 from meshrun.config import RunConfig, RunDirectory
@@ -213,6 +214,7 @@ def test_the_program_that_a_run_names_is_run_only_if_asked_for(tied: RunDirector
     assert not trace.exists() and (tmp_path / "out").exists()
     if form is not Form.SAFETENSORS:
         assert note.endswith(f"--run-program builds the model by running {tmp_path / 'net.py'}:experiment")
+        ModelRecord("Net", {}).write(tied.path)  # takes its place only where it is not asked for
         export_command(tied.path, form, tmp_path / "again", None, False, True, False, run_program=True)
         assert trace.exists()
 
@@ -371,3 +373,16 @@ def test_a_link_in_the_usual_place_of_exports_is_not_followed(tied: RunDirectory
     with pytest.raises(UserError, match=r"export is a link, which is not followed; give a place \(--out\)"):
         export_command(tied.path, Form.SAFETENSORS, None, None, False, True, False)
     assert list((tmp_path / "home").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("own", "found"),
+    [
+        ({"hidden": 3}, {"hidden": 3, "torch_dtype": "float32"}),
+        ({"torch_dtype": "float16"}, {"torch_dtype": "float16"}),
+    ],
+)
+def test_a_config_that_names_the_type_of_weights_keeps_it(tmp_path: Path, own: dict[str, Any], found: dict[str, Any]):
+    checkpoint = saved(tmp_path / "c", {"model/w": numbers(1)})
+    assert _hf_config(ModelRecord("Net", {}, own), checkpoint) == found
+    assert _hf_config(ModelRecord("Net", {}), checkpoint) is None
