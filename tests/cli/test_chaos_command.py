@@ -49,7 +49,9 @@ def ended(*words: str) -> int:
     return chaos_command(asked)
 
 
-@pytest.mark.parametrize(("failures", "keeps"), [((), False), ((), True), (("a sample was lost",), False)])
+@pytest.mark.parametrize(
+    ("failures", "keeps"), [((), False), ((), True), (("a sample was lost",), False), (("two were lost",), True)]
+)
 def test_runs_are_kept_where_one_failed_or_that_is_asked_for(
     struck: type[Struck],
     tmp_path: Path,

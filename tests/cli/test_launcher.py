@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -76,6 +77,9 @@ def test_a_plain_script_is_started_again_only_where_that_is_asked_for(
         assert _job(config, run, tmp_path, 2).restarts == made
         failed = _failure_of(run, tmp_path, [Failure(0, -9, 0.0)], 0.0, config)
         assert (NOT_AGAIN in str(failed)) == (target == SCRIPT and asked is None)
+        assert NOT_AGAIN not in str(_failure_of(run, tmp_path, [Failure(0, 1, 0.0)], 0.0, config)), (
+            "it would fail again"
+        )
 
 
 @pytest.mark.parametrize(
@@ -211,27 +215,27 @@ def test_outside_of_jobs_a_run_that_stopped_in_time_when_asked_to_has_done_so(
 
 @pytest.mark.parametrize("as_json", [True, False])
 def test_a_run_is_launched_as_asked_and_begins_without_what_a_start_before_has_left(
-    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], as_json: bool
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, as_json: bool
 ):
     run.stopped_file.write_text("{}")
     run.stop_file.touch()
     jobs: list[Job] = []
 
-    def launch(job: Job, _watch: object, tell: Any, *_: object) -> list[Failure]:
+    def launch(job: Job, *_: object) -> list[Failure]:
         assert not run.stopped_file.exists(), "a signal now would seem to have been obeyed"
         jobs.append(job)
-        tell("note", text="two ranks have been started")
         (run.path / "result.json").write_text('{"steps": 3}')
         return []
 
+    prints: list[object] = []
+    monkeypatch.setattr(launcher, "Story", lambda _, out: Story(Console(quiet=True), prints.append(out)))
     monkeypatch.setattr(launcher, "launch", launch)
     config = RunConfig("digits", procs=2, timeout=7.0, cache="none", device="cpu")
     asked: Any = Asked(find("digits"), config, as_json, run=run, document=run.document())
     assert lead(asked, None, wanted_of(config), lambda *_: None) == {"steps": 3}
     assert [(job.ranks, job.saving) for job in jobs] == [(2, 7.0)]
     assert not run.stop_file.exists() and run.config().procs == 2
-    shown = capsys.readouterr()
-    assert "two ranks have been started" in shown.err + shown.out and (shown.out == "" or not as_json)
+    assert prints == [None if as_json else sys.stdout], "which is kept for the document"
 
 
 def test_a_limit_that_was_extended_is_asked_for_before_a_run_without_ranks_stops(

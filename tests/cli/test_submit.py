@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from meshrun.cli import following, job_plan, submit
-from meshrun.cli.job_plan import Plan, planned
+from meshrun.cli.job_plan import Plan, _cpus, planned
 from meshrun.cli.main import main
 from meshrun.cli.options import options_of
 from meshrun.cli.static import static_options
@@ -421,3 +422,19 @@ def test_a_job_goes_on_with_fewer_nodes_only_where_the_layout_fits_in_them():
     config = RunConfig("digits", procs=2)
     assert job_plan._fits(parse("dp=*"), 2, config) and not job_plan._fits(parse("tp=4"), 4, config)
     assert job_plan._fits(parse("tp=4"), 4, replace(config, allow_tp_across_nodes=True))
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "site", "cpus"),
+    [
+        (3, 4, {}, 12),
+        (None, 0, {"cores_per_gpu": 18}, 4),
+        (None, 4, {}, None),
+        (None, 4, {"cores_per_gpu": 18, "threads_per_core": 2}, 144),
+        (None, 4, {"cores_per_gpu": 18, "threads_per_core": 2, "hint": "nomultithread"}, 72),
+    ],
+)
+def test_a_node_asks_for_the_hardware_threads_that_belong_to_its_gpus(
+    given: int | None, gpus: int, site: Any, cpus: int | None
+):
+    assert _cpus(given, gpus, 4, site) == cpus

@@ -6,6 +6,7 @@ import dataclasses
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from meshrun.cli import training
 from meshrun.cli.training import Trained, launcher_of, refuse_unsaved
 from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import RunFailed
+from meshrun.mesh import PeerLost
 from meshrun.observe.legs import Leg
+from meshrun.train.loop import Stopped
 from meshrun.world import World, detect
 from tests.cli.in_process import trained
 from tests.launch.command import TINY
@@ -121,6 +124,76 @@ def test_ranks_of_our_own_launcher_are_not_torchruns(monkeypatch: pytest.MonkeyP
 
 
 def test_learning_rates_are_scaled_with_the_batch_where_that_is_asked_for(tmp_path: Path):
-    told = [trained(TINY, tmp_path, {}, steps=1, batch=8, scale_lr=scale)[1] for scale in (False, True)]
-    rates = [[event["lr"] for event in events if event["kind"] == "step"] for events in told]
-    assert rates == [[0.1], [0.2]]
+    result, told = trained(TINY, tmp_path, {}, steps=1, batch=8, scale_lr=True)
+    assert [event["lr"] for event in told if event["kind"] == "step"] == [0.2], "of 0.1 for batches of 4"
+    assert 0 < result["seconds"] < 600
+    assert not (Path(result["run"]) / "tensorboard").exists(), "it was not wanted"
+
+
+def test_a_trainer_gets_what_was_asked_for_each_in_its_place(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(training, "Trainer", lambda *_, **given: SimpleNamespace(**given))
+    monkeypatch.setattr(training.mesh, "start", lambda: SimpleNamespace(world=dataclasses.replace(ALONE, attempt=3)))
+    config = RunConfig("digits", keep=5, mtbf=7.0, on_nan="skip", on_spike="warn", spike=9.0, timeout=11.0, workers=2)
+    nobody: Any = None
+    for spare in (True, False):
+        asked = dataclasses.replace(config, spare=spare)
+        found: Any = training._trainer(asked, run, nobody, 2.0, nobody, run.path / "memory", nobody)
+        assert found.keeping.memory == (run.path / "memory" if spare else None)
+    assert (found.keeping.folder, found.keeping.keep, found.keeping.mtbf) == (run.checkpoints, 5, 7.0)
+    assert (found.keeping.generation, found.keeping.timeout) == (3, 11.0)
+    assert (found.policy.on_nan, found.policy.on_spike, found.policy.spike) == ("skip", "warn", 9.0)
+    assert (found.lr_scale, found.workers, found.weights) == (2.0, 2, run.weights)
+
+
+@pytest.mark.parametrize(
+    ("source", "attempt", "env", "again"),
+    [
+        ("torchrun", 1, {}, True),
+        ("torchrun", 0, {}, False),
+        ("slurm", 1, {}, False),
+        ("slurm", 0, {"SLURM_JOB_ID": "7"}, True),
+        ("none", 0, {}, False),
+    ],
+)
+def test_what_was_asked_of_the_start_before_holds_only_where_ranks_were_started_anew(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, source: str, attempt: int, env: dict[str, str], again: bool
+):
+    def begin_anew(_run: RunDirectory, again: bool) -> None:
+        raise ZeroDivisionError(again)
+
+    place = SimpleNamespace(rank=0, world=dataclasses.replace(ALONE, source=source, attempt=attempt))
+    monkeypatch.setattr(training, "start_rank", lambda _: place)
+    monkeypatch.setattr(training, "begin_anew", begin_anew)
+    monkeypatch.setattr(training, "inherited", lambda: env)
+    nobody: Any = None
+    with pytest.raises(ZeroDivisionError) as begun:
+        training.train(RunConfig("digits"), run, nobody, nobody, None, None, nobody)
+    assert begun.value.args == (again,)
+
+
+@pytest.mark.parametrize(
+    ("error", "left"),
+    [
+        (PeerLost("rank 1 lost rank 0"), [False]),
+        (KeyboardInterrupt(), [True]),
+        (RuntimeError("shapes do not match"), []),
+        (Stopped("a rank was told to stop"), None),
+    ],
+)
+def test_a_training_that_is_cut_off_leaves_its_state_and_is_told_of(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, left: list[bool] | None
+):
+    def train() -> None:
+        raise error
+
+    found: list[bool] = []
+    monkeypatch.setattr(training, "hear_of_no_reader", lambda: None)
+    totals = SimpleNamespace(result=lambda: {"steps": 3})
+    trainer: Any = SimpleNamespace(train=train, keeper=SimpleNamespace(leave=found.append), totals=totals)
+    ending: Any = SimpleNamespace(begin=lambda _: None, conclude=lambda _: {"step": 3})
+    if left is None:
+        assert training._trained(trainer, ending, False) == {"stopped": {"step": 3}, "steps": 3}
+        return
+    with pytest.raises(type(error)):
+        training._trained(trainer, ending, False)
+    assert found == left

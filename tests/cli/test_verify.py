@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,11 @@ import pytest
 
 from meshrun.check import probe, resumed
 from meshrun.check import verify as check
-from meshrun.cli import verify
+from meshrun.cli import configured, rank, verify
 from meshrun.cli.command import Asked
 from meshrun.cli.target import find
 from meshrun.cli.verify import BACKWARDS, SAVES, Alone, verify_command
-from meshrun.config import RunConfig
+from meshrun.config import RunConfig, RunDirectory
 from meshrun.errors import UserError
 from meshrun.layout import Layout, parse
 from meshrun.observe.failures import FirstFailure
@@ -121,3 +122,23 @@ def test_the_exit_status_says_whether_all_layouts_agree(
     with pytest.raises(UserError, match="tolerance is nan; it must be above 0"):
         verify_command(Asked(find("digits"), CONFIG, True, {"tolerance": math.nan}))
     capsys.readouterr()
+
+
+@pytest.mark.parametrize(("error", "status"), [(UserError("no such folder"), 2), (ValueError("bad luck"), 1)])
+def test_a_rank_of_verify_says_by_its_status_whose_mistake_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+):
+    def fail(_: object) -> None:
+        raise error
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    run = RunDirectory.create(RunConfig("digits", runs=tmp_path))
+    monkeypatch.setattr(verify, "die_with_launcher", lambda _: None)
+    monkeypatch.setattr(rank, "print_to", lambda _: None)
+    monkeypatch.setattr(configured, "start_rank", fail)
+    monkeypatch.setattr(os, "_exit", leave)
+    with pytest.raises(SystemExit) as ended:
+        verify.probe_command(run.path, os.getpid())
+    assert ended.value.code == status and str(error) in run.events_of(0).read_text()
