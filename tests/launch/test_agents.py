@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,6 +112,7 @@ def test_nodes_that_are_all_one_machine_are_joined_on_loopback_alone(tmp_path: P
         ({}, {}, {"SLURM_GPUS_ON_NODE": "1"}, None),
         ({}, {"procs": 1}, {}, None),
         ({}, {"procs": 1, "nodes": "1:2"}, {}, 1),
+        ({}, {"procs": 1, "join": "n1:4711"}, {}, 1),
         ({"size": 4, "local_size": 2}, {"procs": 2}, {"SLURM_GPUS_ON_NODE": "4"}, None),
         ({"size": 3}, {}, {"SLURM_GPUS_ON_NODE": "2"}, None),
         ({"size": 1, "nodes": 1}, {"nodes": "2", "device": "cpu"}, {}, 1),
@@ -410,3 +412,39 @@ def test_a_pipe_among_the_rendezvous_files_keeps_nobody_waiting(tmp_path: Path):
     swept.start()
     swept.join(5)
     assert not swept.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("line", "own"),
+    [
+        ("UID: me (12)", True),
+        ("UID: 12", True),
+        ("UID: you (123)", False),
+        ("UID: you (112)", False),
+        ("GID: 12", False),
+    ],
+)
+def test_a_credential_is_this_users_by_his_whole_number(monkeypatch: pytest.MonkeyPatch, line: str, own: bool):
+    monkeypatch.setattr(os, "getuid", lambda: 12)
+    monkeypatch.setattr(credentials, "_answer", lambda *_: f"STATUS: Success (0)\n{line}\n\n{json.dumps(('a',))}")
+    assert credentials.is_own("MUNGE:", "a") is own and not credentials.is_own("MUNGE:", "b")
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_only_a_process_of_the_same_user_can_have_a_node_give_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_own: bool
+):
+    def read(_: Path) -> None:
+        raise secret.Unseen("it is not there")
+
+    said = iter([{"run": str(tmp_path), "nonce": "1"}, {"credential": "signed by somebody"}])
+    sent: list[dict[str, str]] = []
+    monkeypatch.setattr(agents, "lines", lambda *_: said)
+    monkeypatch.setattr(agents, "directory_named", Path)
+    monkeypatch.setattr(secret, "read", read)
+    monkeypatch.setattr(credentials, "credential", lambda *_: "signed by this node")
+    monkeypatch.setattr(credentials, "is_own", lambda *_: is_own)
+    wire: Any = SimpleNamespace(send=sent.append)
+    found = agents._proven_blindness(wire)
+    assert isinstance(found, secret.Unseen) if is_own else found is None
+    assert [each["credential"] for each in sent] == ["signed by this node"]

@@ -47,9 +47,9 @@ class Still:
         return 7
 
 
-def carried(node: Still, head: Any, by: int = 0) -> Outcome:
+def carried(node: Still, head: Any, by: int = 0, hub: Any = None) -> Outcome:
     stopped: Any = SimpleNamespace(by=by, at_once=False)
-    return local._run(head, node, None, None, stopped, silent, lambda: "")  # type: ignore[arg-type]
+    return local._run(head, node, hub, None, stopped, silent, lambda: "")  # type: ignore[arg-type]
 
 
 def test_other_nodes_are_told_why_a_run_ends_that_was_stopped():
@@ -57,13 +57,15 @@ def test_other_nodes_are_told_why_a_run_ends_that_was_stopped():
     assert carried(Still(), head, signal.SIGTERM).sentence == "the run was stopped by SIGTERM"
 
 
-def test_steps_that_ranks_of_the_first_node_have_finished_are_progress():
+@pytest.mark.parametrize(("elsewhere", "reached"), [(None, 7), (5, 7), (9, 9)])
+def test_steps_that_ranks_of_any_node_have_finished_are_progress(elsewhere: int | None, reached: int):
+    hub: Any = SimpleNamespace(fds=[], progress=elsewhere, news=lambda _: [], finish=lambda _: None)
     heard: list[int] = []
     head: Any = SimpleNamespace(outcome=None, progress=0, is_waiting=False, orders=[])
     head.tick = lambda _: setattr(head, "outcome", Outcome())
     head.hear = lambda *_: heard.append(head.progress)
-    carried(Still(Gone(0)), head)
-    assert heard == [7]
+    carried(Still(Gone(0)), head, hub=None if elsewhere is None else hub)
+    assert heard == [reached]
 
 
 @pytest.mark.parametrize("waits", [False, True])

@@ -178,6 +178,7 @@ def test_only_the_clock_of_the_file_system_counts(run: RunDirectory, monkeypatch
     os.utime(path, (1, 1))
     with lock(run):
         pass
+    assert list(run.path.glob(".lock*")) == [path], "what was asked for the time is left"
 
 
 def test_the_owner_keeps_touching_its_lock(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):

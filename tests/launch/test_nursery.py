@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import select
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -11,7 +14,7 @@ import pytest
 from meshrun.cli.nursery import imports_of, is_installed
 from meshrun.launch.job import Job
 from meshrun.launch.local import launch
-from meshrun.launch.nursery import _is_warm
+from meshrun.launch.nursery import _buried, _is_warm
 from tests.launch.command import meshrun
 
 BESIDE = """
@@ -79,3 +82,13 @@ def test_other_programs_than_meshrun_start_as_fresh_processes_with_their_place(t
     program = f"import os; open({str(tmp_path)!r} + '/' + os.environ['RANK'], 'w').write(os.environ['WORLD_SIZE'])"
     assert launch(Job(["-c", program], 3)) == []
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "3", "1": "3", "2": "3"}
+
+
+def test_what_a_rank_has_started_ends_with_it():
+    words = ["sh", "-c", "sleep 60 & echo $!; exit 3"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True) as rank:
+        assert rank.stdout is not None
+        reader = os.pidfd_open(int(rank.stdout.readline()))
+        assert _buried(rank.pid, rank) == 3
+        assert select.select([reader], [], [], 10)[0], "it lives on"
+        os.close(reader)

@@ -143,8 +143,8 @@ def test_ranks_of_a_node_that_leaves_are_not_told_that_the_run_ends(answering: O
 
 def test_a_node_comes_back_to_the_same_run_only(answering: Open, tmp_path: Path):  # noqa: F811
     joined = Post.reach(f"127.0.0.1:{answering.hub.port}", 2, 5)
-    joined.run = tmp_path / "another"
-    with pytest.raises(RunFailed, match=f"is {answering.run} and not {tmp_path}/another any more"):
+    joined.run = tmp_path / answering.run.name
+    with pytest.raises(RunFailed, match=f"is {answering.run} and not {joined.run} any more"):
         joined.again()
     joined.close()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,7 @@ def test_a_secret_is_on_the_disk_before_anybody_is_told_of_it(tmp_path: Path, mo
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
     assert synced == [] and len(secret.make(tmp_path)) == 64
     assert synced == [64]
+    assert stat.S_IMODE((tmp_path / secret.NAME).stat().st_mode) == 0o600
 
 
 def test_an_empty_secret_proves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

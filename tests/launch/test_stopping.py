@@ -264,3 +264,15 @@ def test_who_was_lost_in_an_earlier_start_is_not_in_the_next_one(tmp_path: Path,
     ranks.begin(Seat("job", 1, 0, 1, 0, 1, "127.0.0.1", 1))
     ranks.stop(Stop(final=True))
     assert strict_json.read(dead_file(tmp_path, 1)) == {"ranks": [], "final": True}
+
+
+def test_who_watches_learns_once_of_each_start_of_ranks():
+    told: list[tuple[object, int]] = []
+    watch = SimpleNamespace(takes_long=None, look=lambda: None, started=lambda *given: told.append(given))
+    node: Any = Node(None, None, watch)  # type: ignore[arg-type]
+    node._ranks = SimpleNamespace(begin=lambda _: None, poll=lambda: (), running=True, pids={0: 4711})
+    for generation in (0, 1):
+        node.begin(Seat("job", generation, 1, 2, 1, 2, "10.0.0.1", 29500))
+        for _ in range(2):
+            assert list(node.news()) == []
+    assert told == [({0: 4711}, 0), ({0: 4711}, 1)]
