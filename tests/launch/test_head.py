@@ -367,15 +367,16 @@ def test_after_the_patience_those_begin_that_came():
     assert run.seats["a"].size == 2
 
 
-def test_a_node_that_cannot_see_the_run_ends_it_before_it_begins():
+@pytest.mark.parametrize("name", ["host-b", "host-b.cluster.site"])
+def test_a_node_that_cannot_see_the_run_ends_it_before_it_begins(name: str):
     run = expecting()
-    run.head.blind("host-b", run.now)
+    run.head.blind(name, run.now)
     run.tick(BLIND / 2)
     assert run.head.outcome is None, "it may still come"
     run.tick(BLIND / 2 + 0.1)
     assert run.head.outcome is not None and run.head.outcome.by_user
     assert run.head.outcome.sentence == (
-        "host-b cannot see runs/x-1; runs must be on a disk that all nodes share (--runs)"
+        f"{name} cannot see runs/x-1; runs must be on a disk that all nodes share (--runs)"
     )
 
 
@@ -489,3 +490,14 @@ def test_a_verdict_on_ranks_that_are_ended_already_is_too_late():
     run.tick()
     run.gone("a")
     assert run.head.outcome is None and run.head.generation == 1
+
+
+def test_a_node_that_comes_when_there_are_enough_takes_the_place_of_none_that_trains():
+    run = Run(nodes=2)
+    run.join("c")
+    run.ended("b", 3, -9)
+    run.gone("a", "b")
+    assert run.head.generation == 1 and set(run.seats) == {"a", "b"}
+    run.head.leave("b", run.now)
+    run.gone("a")
+    assert {name for name, seat in run.seats.items() if seat.generation == 2} == {"a", "c"}

@@ -20,7 +20,7 @@ import pytest
 from meshrun.errors import RunFailed, UserError
 from meshrun.launch import nodes, secret, wire
 from meshrun.launch.head import Outcome
-from meshrun.launch.job import Seat, Verdict
+from meshrun.launch.job import Failure, Seat, Verdict
 from meshrun.launch.nodes import Hub, Joined, Left, Said, Unfit
 from meshrun.launch.post import Post
 from meshrun.launch.ranks import Ended
@@ -396,12 +396,23 @@ def test_signs_of_life_are_for_members(door: Open):
         stranger.socket.recv(1)
 
 
-def test_nodes_learn_that_a_run_has_failed_by_its_sentence_too(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("outcome", "failed", "cut_off"),
+    [
+        (Outcome(sentence="a node is missing"), True, False),
+        (Outcome(sentence="its time is up", cut_off=True), True, True),
+        (Outcome((Failure(0, -9, 0.0),)), True, True),
+        (Outcome((Failure(0, -9, 0.0), Failure(1, 1, 0.0))), True, False),
+    ],
+)
+def test_nodes_learn_whether_a_run_has_failed_and_whether_it_would_go_well_another_time(
+    tmp_path: Path, outcome: Outcome, failed: bool, cut_off: bool
+):
     door = Open(tmp_path)
     who = door.node()
-    door.hub.finish(Outcome(sentence="a node is missing"))
+    door.hub.finish(outcome)
     (over,) = [said for said in who.receive() if "over" in said]
-    assert over["failed"] and over["over"] == "a node is missing"
+    assert (over["over"], over["failed"], over["cut_off"]) == (outcome.sentence, failed, cut_off)
     who.close()
 
 

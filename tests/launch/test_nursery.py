@@ -28,7 +28,8 @@ import numpy
 import own
 import meshrun
 here = meshrun.start()
-print(os.getpid(), os.getppid(), random.random(), numpy.random.rand())
+files = [os.path.realpath(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
+print(os.getpid(), os.getppid(), random.random(), numpy.random.rand(), sum("pidfd" in each for each in files))
 meshrun.finish()
 """
 
@@ -42,6 +43,7 @@ def test_ranks_are_forks_that_import_the_users_own_files_themselves_and_draw_dif
     assert (tmp_path / "imported").read_text().split() in ([logs[0][0], logs[1][0]], [logs[1][0], logs[0][0]])
     assert logs[0][1] == logs[1][1], "both are children of one process"
     assert logs[0][2] != logs[1][2] and logs[0][3] != logs[1][3]
+    assert logs[0][4] == logs[1][4] == "0", "a rank learns nothing of the end of others"
 
 
 def test_imports_at_the_top_of_a_file_are_read_without_running_it(tmp_path: Path):
