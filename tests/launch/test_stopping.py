@@ -100,6 +100,14 @@ def test_what_ranks_have_started_goes_with_a_nursery_that_has_died(monkeypatch: 
     assert killed == [4711, 4712]
 
 
+@pytest.mark.parametrize(("code", "found"), [(3, 3), (None, -signal.SIGKILL)])
+def test_a_rank_that_could_not_start_has_ended_by_itself_as_its_nursery_did(code: int | None, found: int):
+    ranks = ranks_of()
+    ranks._nursery = SimpleNamespace(ended=lambda: code)  # type: ignore[assignment]
+    ranks._expected = {2}
+    assert ranks._orphaned() == [Ended(2, found, own=True)] and ranks._expected == set()
+
+
 @pytest.mark.parametrize(("code", "own"), [(-15, False), (-9, True), (1, True), (0, True)])
 def test_an_end_by_the_signal_of_the_launcher_is_not_the_ranks_own(code: int, own: bool):
     ranks = ranks_of()
