@@ -68,6 +68,14 @@ def test_steps_that_ranks_of_any_node_have_finished_are_progress(elsewhere: int 
     assert heard == [reached]
 
 
+def test_a_second_ctrl_c_is_not_kept_waiting_for_ranks():
+    head: Any = SimpleNamespace(outcome=None, is_waiting=False, orders=[], end=lambda _: None)
+    head.tick = lambda _: setattr(head, "outcome", Outcome(sentence="it has been waited for"))
+    stopped: Any = SimpleNamespace(by=signal.SIGINT, at_once=True)
+    nobody: Any = None
+    assert local._run(head, Still(), nobody, nobody, stopped, silent, lambda: "") == Outcome()  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_only_a_run_that_waits_for_nodes_is_stopped_by_its_launcher_s_clock(
     monkeypatch: pytest.MonkeyPatch, waits: bool
