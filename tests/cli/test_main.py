@@ -154,3 +154,10 @@ def test_commands_get_the_words_behind_them_and_their_status_is_passed_on(monkey
     monkeypatch.setattr(module, "_parsed", lambda *_: asked)
     monkeypatch.setattr(verify_module, "verify_command", lambda found: 1 if found is asked else 0)
     assert _dispatch(["verify", "digits"]) == 1
+
+
+def test_of_a_plain_script_only_a_document_tells_what_it_has_reached(capsys: pytest.CaptureFixture[str]):
+    for as_json, shown in ((False, ""), (True, '{"run": null, "world": 2}\n')):
+        asked: Any = SimpleNamespace(as_json=as_json, target=SimpleNamespace(entry=None))
+        assert module._trained(asked, {"run": None, "world": 2}) == 0
+        assert capsys.readouterr().out == shown

@@ -230,3 +230,27 @@ def test_a_node_that_does_not_see_the_run_asks_the_first_one_while_it_waits(
     clock = iter([0.0])
     (tmp_path / "config.json").touch()
     refuse_unseen([str(tmp_path)])
+
+
+@pytest.mark.parametrize("place", [{"node": 0, "nodes": 2, "size": 2}, {"node": 1, "nodes": 2, "size": 4}])
+def test_only_a_further_node_with_one_task_waits_to_see_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: dict[str, int]
+):
+    monkeypatch.setattr(resume, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=lambda _: pytest.fail("it waits")))
+    monkeypatch.setattr(resume, "detect", lambda _: SimpleNamespace(**place))
+    refuse_unseen([str(tmp_path / "nowhere")])
+
+
+@pytest.mark.parametrize("foreign", [True, False])
+def test_the_program_of_a_run_of_another_user_is_not_even_imported(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch, foreign: bool
+):
+    def refuse(_: Path) -> None:
+        if foreign:
+            raise UserError("it belongs to another user")
+
+    imported: list[str] = []
+    monkeypatch.setattr(resume, "refuse_foreign", refuse)
+    monkeypatch.setattr(resume, "nursery_for", lambda _words, target, _before: nullcontext(imported.append(target)))
+    with resume.nursery_of_run([str(run.path)]):
+        assert imported == ([] if foreign else [f"{TINY}:experiment"])

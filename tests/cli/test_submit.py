@@ -25,6 +25,7 @@ from meshrun.config import RunConfig
 from meshrun.errors import RunFailed, UserError
 from meshrun.launch.chain import Record
 from meshrun.launch.slurm import Slurm
+from meshrun.launch.submission import LINKS
 from meshrun.layout import parse
 from meshrun.train import refusals
 from meshrun.world.environment import python_for
@@ -438,3 +439,17 @@ def test_a_node_asks_for_the_hardware_threads_that_belong_to_its_gpus(
     given: int | None, gpus: int, site: Any, cpus: int | None
 ):
     assert _cpus(given, gpus, 4, site) == cpus
+
+
+def test_a_job_is_one_of_several_only_where_it_is_to_go_on_until_the_training_is_done():
+    for words, links in (([], 1), (["--until-done"], LINKS), (["--until-done", "--links", "3"], 3)):
+        plan = planned(["digits", *DRY, *words])
+        assert plan is not None and plan.submission.links == links
+
+
+def test_the_number_of_gpus_may_be_said_as_that_of_ranks_too():
+    for procs in ([], ["--procs", "4"]):
+        plan = planned(["digits", "--gpus-per-node", "4", "--time", "1h", "--dry-run", *procs])
+        assert plan is not None and plan.submission.resources.procs == 4
+    with pytest.raises(UserError, match="procs is 2, but each of the 4 GPUs of a node gets one rank"):
+        planned(["digits", "--gpus-per-node", "4", "--time", "1h", "--dry-run", "--procs", "2"])

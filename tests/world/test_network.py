@@ -22,7 +22,7 @@ from meshrun.errors import RunFailed, UserError
 from meshrun.world import detect, network
 from meshrun.world.environment import of_rank
 from meshrun.world.network import Interface, address_of, for_nccl, interface_of, interfaces
-from meshrun.world.played import Allocation, of_batch, of_task
+from meshrun.world.played import Allocation, inherited_by_jobs, of_batch, of_task
 from meshrun.world.profile_file import from_document
 
 TWO_NODES = replace(detect({}), size=2, nodes=2)
@@ -279,3 +279,23 @@ def test_the_sites_rule_and_the_users_own_choice_are_followed(two_nodes: list[st
         assert said["address"] == f"10.78.1.{node}", "host name and suffix, though hsn0 looks faster"
         assert (said["GLOO_SOCKET_IFNAME"], said["NCCL_SOCKET_IFNAME"]) == ("eth0", "mine")
         assert said["sent"]["eth0"] > 1_000_000
+
+
+@pytest.mark.parametrize(("flags", "is_taken"), [(0x43, True), (0x03, False)])
+def test_an_interface_without_a_cable_is_passed_over(monkeypatch: pytest.MonkeyPatch, flags: int, is_taken: bool):
+    answers = {
+        network._SIOCGIFADDR: bytes(20) + bytes([10, 1, 2, 3]),
+        network._SIOCGIFFLAGS: bytes(16) + struct.pack("H", flags),
+        network._SIOCGIFHWADDR: bytes(16) + struct.pack("H", network._INFINIBAND),
+    }
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [(1, "ib0")])
+    monkeypatch.setattr(network, "_asked", lambda _probe, number, _name: answers[number])
+    monkeypatch.setattr(network, "_speed", lambda *_: 100)
+    assert interfaces() == ([Interface("ib0", "10.1.2.3", 100, True)] if is_taken else [])
+
+
+def test_a_job_that_is_played_has_all_of_its_shell_but_what_belongs_to_another_job(monkeypatch: pytest.MonkeyPatch):
+    kept = {"ENVIRONMENT": "1", "ENV_OF_MINE": "2", "HOME": "/home/me"}
+    theirs = {"ENV": "a", "BASH_ENV": "b", "SLURM_JOB_ID": "7", "SRUN_DEBUG": "3", "BASH_FUNC_module%%": "() { :; }"}
+    monkeypatch.setattr(os, "environ", {**kept, **theirs})
+    assert inherited_by_jobs() == kept

@@ -128,6 +128,7 @@ BAD = [
     ({"gpu_request": {"value": "--gres={n}:{n}"}}, "must be one word"),
     ({"gpu_request": {"value": "gpu:{n}"}}, "must be one flag"),
     ({"cpu_masks": {"value": ["fe", "xyz"]}}, "cpu_masks has 'xyz'"),
+    ({"cpu_masks": {"value": ["0xfe", "fe;id"]}}, "cpu_masks has 'fe;id'"),
     ({"modules": {"value": ["rm -rf /"]}}, "modules has 'rm -rf /'; it must be a line such as"),
     ({"modules": {"value": ["module load a; id"]}}, "modules has"),
     ({"environment": {"A B": {"value": "x"}}}, "exports 'A B'"),
