@@ -83,6 +83,8 @@ def test_a_file_that_is_read_again_and_again_stays_open(tmp_path: Path, monkeypa
         assert into.item() == row
     assert opened == [names[0], names[1], names[2]]
     found.close()
+    found.read(Region("w", into, (3,), (0,)))
+    assert into.item() == 0 and opened[3:] == [names[0]]
     assert found.whole("w").tolist() == [0.0, 1.0, 2.0] and set(opened[3:]) == set(names), (
         "reading again opens them again"
     )

@@ -222,11 +222,12 @@ def test_after_the_loop_numbers_are_torchs_own_again():
     assert compute_on(None) is None
 
 
-def test_a_number_and_channels_without_a_batch_keep_their_shape():
+def test_a_number_keeps_its_shape_and_channels_without_a_batch_are_dropped_whole():
     before = compute_on(torch.arange(4))
     try:
         assert randn_like(torch.tensor(1.0)).shape == ()
-        assert F.dropout1d(torch.ones(4, 5), 0.5).shape == (4, 5)
+        dropped = F.dropout1d(torch.ones(4, 50), 0.5)
+        assert torch.equal(dropped, dropped[:, :1].expand(4, 50))
     finally:
         compute_on(before)
 
