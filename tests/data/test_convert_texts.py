@@ -557,7 +557,6 @@ def test_a_long_line_that_would_take_far_more_memory_than_its_file_is_bad(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: bytes, why: str
 ):
     monkeypatch.setattr(lines, "_LONG", 1 << 12)
-    monkeypatch.setattr(lines, "AT_ONCE", 1 << 20)
     monkeypatch.setattr("meshrun.data.sources.source.AT_ONCE", 1 << 20)
     path = tmp_path / "t.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "b"}\n' + line + b'\n{"text": "c"}\n'))

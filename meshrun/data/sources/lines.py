@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from meshrun.data.cache import free_memory
 from meshrun.data.sources.mapped import Mapped
 from meshrun.data.sources.once import Progress, once
-from meshrun.data.sources.source import AT_ONCE, PER_BYTE, Watched, bad_sample, is_bomb
+from meshrun.data.sources.source import Watched, bad_sample, is_bomb, memory_for
 from meshrun.errors import BadSample, UserError
 
 _PIECE = 1 << 20
@@ -143,7 +143,7 @@ class Lines:
 
 def longest_in(size: int) -> int:
     """Bytes of a line that is no bomb in a file of that size, whatever it says."""
-    return max(AT_ONCE, PER_BYTE * size) // _OF_BYTE
+    return memory_for(size) // _OF_BYTE
 
 
 def too_much_in(text: bytes | mmap.mmap | memoryview, begin: int, end: int, size: int) -> str | None:

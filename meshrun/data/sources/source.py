@@ -47,6 +47,11 @@ def is_bomb(unpacked: int, taken: int, size: int) -> bool:
     return taken > AT_ONCE and unpacked > PER_BYTE * size
 
 
+def memory_for(size: int) -> int:
+    """Most bytes of memory that reading a part of a file of `size` bytes may take."""
+    return max(AT_ONCE, PER_BYTE * size)
+
+
 class Source:
     """A dataset that reads whole batches at once: `batch_of` is all that it must have."""
 

@@ -29,7 +29,7 @@ from meshrun.data.cache import free_memory
 from meshrun.data.sources.columns import one_line, sentences
 from meshrun.data.sources.delimited import Wider, read_delimited
 from meshrun.data.sources.once import Progress, once
-from meshrun.data.sources.source import AT_ONCE, PER_BYTE, is_bomb, refuse_missing
+from meshrun.data.sources.source import PER_BYTE, is_bomb, memory_for, refuse_missing
 from meshrun.errors import UserError
 
 SMALL = 32 << 20
@@ -246,7 +246,7 @@ def _rows_at_once(path: Path, names: Sequence[str], texts: Sequence[str]) -> lis
     if status == _TOO_LARGE:
         size = path.stat().st_size
         raise UserError(
-            f"{path} takes more than {_memory_for(size):,} bytes of memory to read, which is too much for a file of "
+            f"{path} takes more than {memory_for(size):,} bytes of memory to read, which is too much for a file of "
             f"{size:,} bytes; write it again, with fewer rows in a row group"
         )
     if status:
@@ -259,7 +259,7 @@ def _rows_at_once(path: Path, names: Sequence[str], texts: Sequence[str]) -> lis
 def _try_out(path: Path, names: Sequence[str], texts: Sequence[str], rows: Sequence[int]) -> int:
     """Read the file in a process that may not have more memory for it; the status to end that process with."""
     file, size = pa.parquet.ParquetFile(path, read_dictionary=texts, pre_buffer=False), path.stat().st_size
-    most, data = _memory_for(size), int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
+    most, data = memory_for(size), int(Path("/proc/self/statm").read_text().split()[5]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_DATA, (data + most,) * 2)
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
@@ -284,10 +284,6 @@ def _peak() -> int:
     """Most bytes of memory that this process has had."""
     line = next(each for each in Path("/proc/self/status").read_text().splitlines() if each.startswith("VmHWM"))
     return int(line.split()[1]) << 10
-
-
-def _memory_for(size: int) -> int:
-    return max(AT_ONCE, PER_BYTE * size)
 
 
 def _may_expand(path: Path, unpacked: int) -> bool:
